@@ -1,0 +1,398 @@
+"""Messages between a worker service and its rank processes: one frame each way for a step, never one for a token.
+
+Frames on the local socket are a 4-byte little-endian length and a msgpack body of a list of messages
+(`encode_commands`/`decode_commands`, `encode_reports`/`decode_reports`). The service sends commands to the leader of a
+domain, transfer commands to the rank that holds the bytes; every rank reports.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from tidemill_engine.kv_groups import KVGroupSpec
+from tidemill_engine.sampling_params import RequestState, SamplingParams
+
+Stage = Literal["prefill", "decode", "whole"]
+FinishReason = Literal["stop", "length", "prefilled", "aborted", "error"]
+
+
+class RequestKey(msgspec.Struct, frozen=True, array_like=True):
+    """One choice of one attempt of one request."""
+
+    request_id: str
+    choice: int = 0
+    attempt: int = 0
+
+
+class EngineError(msgspec.Struct):
+    """Why a request failed; `code` is the name of a tidemill.v1.ErrorCode without its prefix."""
+
+    code: str
+    message: str
+    field: str = ""
+    limit: str = ""
+
+
+# --- service -> leader -----------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, tag=True, kw_only=True):
+    """Starts a request.
+
+    stage "prefill": compute the tokens, emit the first one, then hold the KV until Release.
+    stage "decode": reserve blocks, report KVWanted, wait for KVReady (or KVFailed, which recomputes), then decode.
+    stage "whole": both here.
+    """
+
+    key: RequestKey
+    stage: Stage
+    token_ids: list[int]
+    """Prompt, then output that earlier attempts emitted."""
+    prompt_tokens: int
+    sampling: SamplingParams
+    hash_salt: bytes = b""
+    """Tenant's salt of the block-hash chain."""
+    tenant: str = ""
+    priority: int = 0
+    deadline_s: float = 600.0
+    """Seconds left on arrival; the engine ends the request with DEADLINE_EXCEEDED after them."""
+    credit_tokens: int = 1 << 30
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
+    hold_s: float = 30.0
+    """stage "prefill": the longest time KV is held after the first token."""
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Ends a request in whatever state it is; unknown keys are ignored."""
+
+    key: RequestKey
+
+
+class AddCredit(msgspec.Struct, tag=True):
+    key: RequestKey
+    tokens: int
+
+
+class Release(msgspec.Struct, tag=True):
+    """The KV of a held (prefilled) request is no longer needed."""
+
+    key: RequestKey
+
+
+class ExportState(msgspec.Struct, tag=True):
+    """Asks for StateExported once the prompt is computed; progress comes by PrefillProgress meanwhile."""
+
+    key: RequestKey
+
+
+class KVReady(msgspec.Struct, tag=True):
+    """All wanted blocks (and the sequence state) of a decode-stage request are in place in every rank."""
+
+    key: RequestKey
+    state: RequestState
+
+
+class KVFailed(msgspec.Struct, tag=True):
+    """The transfer failed. `recompute`: compute the missing KV here; otherwise the request ends with `error`."""
+
+    key: RequestKey
+    recompute: bool
+    error: EngineError
+
+
+class OnboardReady(msgspec.Struct, tag=True):
+    """Answers OnboardWanted: the first `num_blocks` wanted blocks hold verified bytes (0: none found or failed);
+    `snapshot_boundary_blocks`: boundary (in blocks of the request) whose snapshot was loaded, 0: none."""
+
+    key: RequestKey
+    num_blocks: int
+    snapshot_boundary_blocks: int = 0
+
+
+class PinBlocks(msgspec.Struct, tag=True):
+    """Asks for the pool blocks that hold these hashes; answered by BlocksPinned, ended by UnpinBlocks."""
+
+    pin_id: int
+    block_hashes: list[bytes]
+
+
+class UnpinBlocks(msgspec.Struct, tag=True):
+    pin_id: int
+
+
+class ResetCache(msgspec.Struct, tag=True):
+    """Drops all cached blocks that no request uses; acts at once, also when idle."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Ends the rank process after the current step."""
+
+
+# --- service -> any rank (handled on the rank's I/O thread) -----------------------------------------------------------
+
+
+class PieceSpec(msgspec.Struct, array_like=True):
+    """One message of a transfer: heads [head_start, head_end) of the given blocks, gathered in canonical form."""
+
+    peer_address: str
+    tag: int
+    head_start: int
+    head_end: int
+    size_bytes: int
+    checksum: int = 0
+    """xxh3-64 of the bytes; receivers verify when it is not 0."""
+
+
+class SendKV(msgspec.Struct, tag=True):
+    """Gather pool blocks (and a sequence slot or snapshot) into canonical form and send a piece; answered by
+    TransferDone with the checksum."""
+
+    transfer_id: int
+    block_ids: list[int]
+    piece: PieceSpec
+    deadline_s: float
+    sequence_slot: int = -1
+    snapshot_ids: list[int] = []
+    """Snapshots appended after the blocks, in order (kvstore objects)."""
+    per_block_snapshots: bool = False
+    """Bytes are laid out block by block, each followed by its snapshot where snapshot_ids[i] >= 0 (kvstore); otherwise
+    all blocks, then the sequence slot."""
+
+
+class RecvKV(msgspec.Struct, tag=True):
+    """Receive a piece in the sender's canonical form, verify, convert and scatter it; answered by TransferDone."""
+
+    transfer_id: int
+    block_ids: list[int]
+    piece: PieceSpec
+    deadline_s: float
+    source_dtype: str
+    sequence_slot: int = -1
+    snapshot_ids: list[int] = []
+    per_block_snapshots: bool = False
+    block_checksums: list[int] = []
+    """kvstore: one for each block; a bad block and all after it are dropped."""
+
+
+class CancelTransfer(msgspec.Struct, tag=True):
+    transfer_id: int
+
+
+# --- rank -> service -------------------------------------------------------------------------------------------------
+
+
+class RankReady(msgspec.Struct, tag=True, kw_only=True):
+    """First report of a rank: weights are loaded, a warm-up step has run."""
+
+    rank: int
+    transfer_address: str
+    head_start: int
+    head_end: int
+    num_blocks: int
+    num_snapshots: int
+    kv_dtype: str
+    kv_groups: list[KVGroupSpec]
+    kv_format: str
+    kv_bytes_per_token: int
+    load_seconds: float
+    backend: str
+    """For example "cpu/torch-reference/q4_1"."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a step gave one request."""
+
+    key: RequestKey
+    first_position: int
+    """Index of token_ids[0] among the request's output tokens, those of earlier attempts included."""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    finish: FinishReason | None = None
+    error: EngineError | None = None
+    cached_l1: int = -1
+    """With the first output of an attempt: prompt tokens not computed again; -1 elsewhere."""
+    cached_l3: int = 0
+    queue_s: float = 0.0
+
+
+class BlocksStored(msgspec.Struct, tag=True):
+    """A run of full blocks became reusable in L1, each the child of the one before."""
+
+    parent_hash: bytes
+    block_hashes: list[bytes]
+    has_snapshot: list[bool]
+
+
+class BlocksRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[bytes]
+
+
+class BlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class LoadSample(msgspec.Struct, kw_only=True):
+    """State of a domain after a step."""
+
+    waiting_requests: int
+    running_requests: int
+    held_requests: int
+    waiting_prefill_tokens: int
+    total_blocks: int
+    free_blocks: int
+    available_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    used_blocks: int
+    """Referenced by requests, holds or pins."""
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    predicted_ttft_s: float
+    measured_ttft_s: float
+    predicted_tpot_s: float
+    measured_tpot_s: float
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    preemptions_total: int
+
+
+class StepReport(msgspec.Struct, tag=True, kw_only=True):
+    """All that a step (or an idle tick, at most one second apart) of a leader brought."""
+
+    step: int
+    outputs: list[Output] = []
+    kv_events: list[BlocksStored | BlocksRemoved | BlocksCleared] = []
+    load: LoadSample | None = None
+
+
+class PrefillProgress(msgspec.Struct, tag=True):
+    """A prefill-stage request has KV for `computed_tokens` tokens, in these pool blocks. Sent after each of its chunks
+    with the blocks that became complete since the last; the final one has `final` set and holds the partial block too."""
+
+    key: RequestKey
+    computed_tokens: int
+    total_tokens: int
+    first_block: int
+    block_ids: list[int]
+    block_hashes: list[bytes]
+    remaining_s: float
+    final: bool
+    sequence_slot: int = -1
+
+
+class StateExported(msgspec.Struct, tag=True):
+    key: RequestKey
+    state: RequestState
+
+
+class KVWanted(msgspec.Struct, tag=True):
+    """A decode-stage request has reserved blocks: it holds `have_blocks` leading ones from its own cache and wants the
+    rest (partial last block included) into `block_ids`."""
+
+    key: RequestKey
+    have_blocks: int
+    have_hash: bytes
+    block_ids: list[int]
+    sequence_slot: int
+
+
+class OnboardWanted(msgspec.Struct, tag=True):
+    """A waiting request lacks these blocks of its prompt; the service may fill leading ones from L3 into `block_ids`
+    (snapshots into `snapshot_ids`) and must answer with OnboardReady within `deadline_s`."""
+
+    key: RequestKey
+    first_block: int
+    parent_hash: bytes
+    block_hashes: list[bytes]
+    block_ids: list[int]
+    snapshot_ids: list[int]
+    deadline_s: float
+
+
+class BlocksPinned(msgspec.Struct, tag=True):
+    """Pool blocks (and snapshots, -1: none) of the leading hashes that are still cached."""
+
+    pin_id: int
+    block_ids: list[int]
+    snapshot_ids: list[int]
+
+
+class TransferDone(msgspec.Struct, tag=True):
+    """`checksum`: of the bytes sent. `good_blocks`: leading blocks received and verified."""
+
+    transfer_id: int
+    size_bytes: int
+    seconds: float
+    checksum: int = 0
+    good_blocks: int = 0
+
+
+class TransferFailed(msgspec.Struct, tag=True):
+    transfer_id: int
+    error: EngineError
+
+
+class RankFailed(msgspec.Struct, tag=True):
+    """Last words of a rank; a rank may also just be gone."""
+
+    rank: int
+    message: str
+
+
+Command = (
+    Submit
+    | Abort
+    | AddCredit
+    | Release
+    | ExportState
+    | KVReady
+    | KVFailed
+    | OnboardReady
+    | PinBlocks
+    | UnpinBlocks
+    | ResetCache
+    | Shutdown
+    | SendKV
+    | RecvKV
+    | CancelTransfer
+)
+Report = (
+    RankReady
+    | StepReport
+    | PrefillProgress
+    | StateExported
+    | KVWanted
+    | OnboardWanted
+    | BlocksPinned
+    | TransferDone
+    | TransferFailed
+    | RankFailed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(list[Command])
+_report_decoder = msgspec.msgpack.Decoder(list[Report])
+
+
+def encode(messages: list[Command] | list[Report]) -> bytes:
+    """Body of one frame."""
+    return _encoder.encode(messages)
+
+
+def decode_commands(body: bytes) -> list[Command]:
+    """Raises msgspec.ValidationError for anything but commands."""
+    return _command_decoder.decode(body)
+
+
+def decode_reports(body: bytes) -> list[Report]:
+    """Raises msgspec.ValidationError for anything but reports."""
+    return _report_decoder.decode(body)

@@ -1,0 +1,3 @@
+"""The decode worker."""
+
+__version__ = "0.1.0"

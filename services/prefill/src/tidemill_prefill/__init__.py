@@ -1,0 +1,3 @@
+"""The prefill worker."""
+
+__version__ = "0.1.0"
