@@ -129,9 +129,8 @@ def check_settings(settings: EngineSettings) -> None:
         raise ValueError(f"rank = {settings.rank} is not below tp_size = {settings.tp_size}")
     if settings.num_blocks == 0 and settings.kv_memory_bytes <= 0:
         raise ValueError(f"kv_memory_bytes = {settings.kv_memory_bytes} leaves no room for blocks")
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens = {settings.max_num_batched_tokens} is below max_num_seqs = {settings.max_num_seqs}"
-        )
+    tokens, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+    if tokens < seqs:
+        raise ValueError(f"max_num_batched_tokens = {tokens} is below max_num_seqs = {seqs}")
     if settings.tp_size > 1 and not (settings.tp_init_method and settings.step_socket):
         raise ValueError("tp_size > 1 needs tp_init_method and step_socket")
