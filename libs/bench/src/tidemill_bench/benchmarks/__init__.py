@@ -1,0 +1,1 @@
+"""The benchmarks: each module has `run(options) -> list[Row]`."""

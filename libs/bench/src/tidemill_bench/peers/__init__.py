@@ -1,0 +1,1 @@
+"""Other systems that benchmarks run beside ours."""
