@@ -52,3 +52,55 @@ def kv_format(groups: tuple[KVGroupSpec, ...], block_size: int) -> str:
         for g in groups
     ]
     return f"v1/b{block_size}/" + ",".join(parts)
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one value, by dtype name."""
+
+
+def group_head_range(
+    groups: tuple[KVGroupSpec, ...], spec: KVGroupSpec, head_start: int, head_end: int
+) -> tuple[int, int]:
+    """The part of a group that a head range of the model covers; all of it where the group is replicated.
+
+    Ranges count the heads of the sharded group that has most; a group with fewer takes the proportional part.
+    """
+    if not spec.sharded:
+        return 0, spec.num_heads
+    model_heads = num_model_heads(groups)
+    return head_start * spec.num_heads // model_heads, head_end * spec.num_heads // model_heads
+
+
+def num_model_heads(groups: tuple[KVGroupSpec, ...]) -> int:
+    """Length of the shard axis that head ranges count in."""
+    return max((g.num_heads for g in groups if g.sharded), default=1)
+
+
+def canonical_dtype(spec: KVGroupSpec, dtype: str) -> str:
+    """Dtype of a group in canonical bytes: paged and window groups follow `dtype`, state groups keep their own."""
+    return spec.dtype if spec.kind == "state" else dtype
+
+
+def canonical_bytes(
+    groups: tuple[KVGroupSpec, ...],
+    block_size: int,
+    num_blocks: int,
+    head_start: int,
+    head_end: int,
+    dtype: str,
+    *,
+    with_sequence: bool = False,
+    num_snapshots: int = 0,
+) -> int:
+    """Bytes of a piece in canonical form: blocks of all paged groups, then window and state groups once for a sequence
+    slot and once for each snapshot."""
+    total = 0
+    for spec in groups:
+        start, end = group_head_range(groups, spec, head_start, head_end)
+        values = len(spec.layers) * (end - start) * spec.head_values
+        if spec.kind == "paged":
+            copies = num_blocks * block_size
+        else:
+            copies = (int(with_sequence) + num_snapshots) * (spec.window_tokens if spec.kind == "window" else 1)
+        total += copies * values * DTYPE_BYTES[canonical_dtype(spec, dtype)]
+    return total
