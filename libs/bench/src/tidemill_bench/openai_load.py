@@ -1,5 +1,6 @@
-"""A light closed-loop load on an OpenAI completions endpoint: raw asyncio streams, so that the client costs the server's
-cores little."""
+"""A light closed-loop load on an OpenAI completions endpoint.
+
+Raw asyncio streams, so that the client takes little from the cores that the server runs on."""
 
 import asyncio
 import json

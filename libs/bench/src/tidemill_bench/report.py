@@ -53,9 +53,7 @@ def table(rows: Sequence[Row]) -> str:
         cells = (row.metric, _cell(row.value), row.unit, row.baseline or "-", _cell(row.baseline_value), ratio)
         lines.append((*cells, row.goal or "-"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    ]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(text)
 

@@ -137,8 +137,8 @@ def run(options: Options) -> list[Row]:
     """Starts all engines, alternates their rounds, stops them."""
     concurrencies = [1, 4] if options.quick else [1, 4, 8]
     with ExitStack() as stack:
-        cluster = stack.enter_context(real_model_cluster(options))
-        ours = _http_engine(f"Tidemill {cluster.backend}", cluster.http_port, cluster.model)
+        cluster = stack.enter_context(real_model_cluster(options, {}))
+        ours = _http_engine("Tidemill", cluster.http_port, cluster.model)
         engines = [ours]
         if (options.peers / ".ready").exists():
             port = stack.enter_context(
@@ -155,8 +155,6 @@ def run(options: Options) -> list[Row]:
             print(f"vLLM is not installed in {options.peers}: `make bench-deps` installs it; rows stand without it")
         engines.append(stack.enter_context(_hf_engine(cluster.model_dir, os.cpu_count() or 1)))
         for engine in engines:
-            engine.run(
-                shared_prefix_prompts(1, prompt_tokens=64, shared_tokens=0, vocab_size=VOCAB_SIZE, seed=7), 1
-            )
+            engine.run(shared_prefix_prompts(1, prompt_tokens=64, shared_tokens=0, vocab_size=VOCAB_SIZE, seed=7), 1)
         runs = _measure(engines, concurrencies, rounds=1 if options.quick else 2)
     return _rows(runs, ours.name, [engine.name for engine in engines[1:]], concurrencies)
