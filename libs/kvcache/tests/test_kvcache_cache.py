@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tidemill_kvcache.cache import PrefixCache
 from tidemill_kvcache.hashing import TokenIds, chain_root
 from tidemill_kvcache.runs import Cleared, RemovedRun, StoredRun

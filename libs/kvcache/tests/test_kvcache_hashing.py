@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tidemill_kvcache.hashing import HASH_BYTES, chain_root, hash_blocks, join_hashes, split_hashes, tenant_salt
 
 _VECTOR_SCRIPT = """

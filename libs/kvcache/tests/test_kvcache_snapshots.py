@@ -1,6 +1,7 @@
 """Models with per-sequence state reuse a prefix only where a snapshot of that state exists."""
 
 import numpy as np
+
 from tidemill_kvcache.cache import PrefixCache
 from tidemill_kvcache.hashing import chain_root
 from tidemill_kvcache.runs import StoredRun

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from tidemill_kvcache.prefix_tree import Node
 
@@ -16,8 +17,7 @@ class Pin:
     @property
     def path_ends(self) -> list[Node]:
         """The nodes to reference: the last one of each run of parents and children."""
-        following = (*self.nodes[1:], None)
-        return [n for n, after in zip(self.nodes, following, strict=True) if after is None or after.parent is not n]
+        return [n for n, after in zip_longest(self.nodes, self.nodes[1:]) if after is None or after.parent is not n]
 
 
 class Pins:
