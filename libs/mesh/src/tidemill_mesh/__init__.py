@@ -1,3 +1,3 @@
-"""What every Tidemill service process is made of: configuration, server, channels, errors, bus, membership, metrics, logs, drain."""
+"""What every service process is made of: config, server, channels, errors, bus, membership, metrics, logs, drain."""
 
 __version__ = "0.1.0"

@@ -1,0 +1,91 @@
+"""Channels to other services: one factory, with limits and keepalive that both sides share."""
+
+from pathlib import Path
+
+import grpc
+
+from tidemill_mesh.config import ServiceSettings
+
+# Larger than any prompt of a million token ids and than the chunks of a snapshot; bulk bytes never travel by gRPC.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+ChannelOptions = list[tuple[str, int | str]]
+
+
+def transport_options(liveness_s: float) -> ChannelOptions:
+    """Options of both ends of a connection: a frozen peer is noticed within about liveness_s.
+
+    Without grpc.http2.ping_timeout_ms gRPC waits 60 s for the answer to a keepalive ping, whatever
+    grpc.keepalive_timeout_ms says. A server that counts ping strikes would end quiet connections with
+    too_many_pings, so neither side counts them.
+    """
+    half_ms = max(100, round(liveness_s * 500))
+    return [
+        ("grpc.keepalive_time_ms", half_ms),
+        ("grpc.keepalive_timeout_ms", half_ms),
+        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
+def client_options(liveness_s: float) -> ChannelOptions:
+    """Options of a channel: also quick to connect again, and never through an HTTP proxy."""
+    return [
+        *transport_options(liveness_s),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", max(500, round(liveness_s * 1000))),
+        ("grpc.max_reconnect_backoff_ms", max(500, round(liveness_s * 1000))),
+    ]
+
+
+def connect(endpoint: str, settings: ServiceSettings) -> grpc.aio.Channel:
+    """A channel to host:port; with TLS when this process's settings have it."""
+    options = client_options(settings.liveness_s)
+    if not (settings.tls_cert or settings.tls_ca):
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=_read(settings.tls_ca),
+        private_key=_read(settings.tls_key),
+        certificate_chain=_read(settings.tls_cert),
+    )
+    return grpc.aio.secure_channel(endpoint, credentials, options=options)
+
+
+def _read(path: str) -> bytes | None:
+    return Path(path).read_bytes() if path else None
+
+
+class Channels:
+    """One channel for each endpoint that this process talks to."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._forgotten: list[grpc.aio.Channel] = []
+
+    def get(self, endpoint: str) -> grpc.aio.Channel:
+        """The channel to an endpoint, opened at its first use."""
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = connect(endpoint, self._settings)
+        return channel
+
+    def forget(self, endpoint: str) -> None:
+        """Drops the channel to an endpoint that is gone; calls still running on it end with the process's close."""
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            self._forgotten.append(channel)
+
+    async def close(self) -> None:
+        """Closes all channels; running calls end with CANCELLED."""
+        channels = [*self._channels.values(), *self._forgotten]
+        self._channels.clear()
+        self._forgotten.clear()
+        for channel in channels:
+            await channel.close()

@@ -1,0 +1,88 @@
+"""/metrics, /health and /ready of a process, by the standard library's server in its own thread.
+
+The answers come from the event loop under a deadline, so a stuck loop shows as 503 instead of as a false "healthy".
+Nothing but three fixed paths is served: a web framework would be more code to keep than this page.
+"""
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tidemill_mesh.metrics import CONTENT_TYPE
+
+SOCKET_TIMEOUT_S = 5.0
+
+# (status, content type, body)
+Answer = tuple[int, str, bytes]
+
+
+def text_answer(status: int, text: str) -> Answer:
+    """A short plain answer."""
+    return status, "text/plain; charset=utf-8", text.encode() + b"\n"
+
+
+class StatusServer:
+    """Serves the three paths until closed."""
+
+    def __init__(
+        self, host: str, port: int, loop_deadline_s: float, metrics: Callable[[], bytes], ready: Callable[[], bool]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        paths: dict[str, Callable[[], Answer]] = {
+            "/metrics": lambda: (200, CONTENT_TYPE, metrics()),
+            "/health": lambda: text_answer(200, "ok"),
+            "/ready": lambda: text_answer(200, "ready") if ready() else text_answer(503, "not ready"),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = SOCKET_TIMEOUT_S
+
+            def do_GET(self) -> None:
+                self._reply(with_body=True)
+
+            def do_HEAD(self) -> None:
+                self._reply(with_body=False)
+
+            def _reply(self, *, with_body: bool) -> None:
+                make = paths.get(self.path.partition("?")[0], lambda: text_answer(404, "not found"))
+                status, content_type, body = _on_loop(loop, make, loop_deadline_s)
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if with_body:
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Health checks are not worth a line each."""
+
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
+        self._server: ThreadingHTTPServer = server_class((host.strip("[]"), port), Handler)
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="http", daemon=True
+        )
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stops serving."""
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+        self._thread.join()
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Answer], deadline_s: float) -> Answer:
+    async def answer() -> Answer:
+        return make()
+
+    future = asyncio.run_coroutine_threadsafe(answer(), loop)
+    try:
+        return future.result(deadline_s)
+    except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+        future.cancel()
+        return text_answer(503, "the event loop does not answer")
