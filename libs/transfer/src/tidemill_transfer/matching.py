@@ -1,0 +1,103 @@
+"""Pairs arriving messages with those who wait for them; either may come first. Pure, bounded, with injected time.
+
+A message that nobody waits for is kept for a while, since its receiver may still ask for it. What was given up before
+it came is remembered, so that its late message is dropped at once. Both memories are bounded in number and age.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+W = TypeVar("W")
+
+Key = tuple[str, int]
+"""(incarnation of the sender, tag)"""
+
+MAX_UNCLAIMED = 4096
+UNCLAIMED_AGE_S = 300.0
+MAX_GIVEN_UP = 16384
+
+
+@dataclass(frozen=True)
+class Kept(Generic[M]):
+    """The message waits for its receiver; `evicted` ones had to make room and are to be dropped."""
+
+    evicted: list[M]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Nobody wants the message any more."""
+
+
+class Mailbox(Generic[M, W]):
+    """Waiters and unclaimed messages of all peers."""
+
+    def __init__(self, max_unclaimed: int = MAX_UNCLAIMED, unclaimed_age_s: float = UNCLAIMED_AGE_S) -> None:
+        self._max_unclaimed = max_unclaimed
+        self._unclaimed_age_s = unclaimed_age_s
+        self._waiters: dict[Key, W] = {}
+        self._unclaimed: OrderedDict[Key, tuple[float, M]] = OrderedDict()
+        self._given_up: OrderedDict[Key, None] = OrderedDict()
+
+    @property
+    def num_unclaimed(self) -> int:
+        return len(self._unclaimed)
+
+    def expect(self, key: Key, waiter: W) -> M | None:
+        """Claims the message if it is here (and forgets the waiter), else registers the waiter."""
+        kept = self._unclaimed.pop(key, None)
+        if kept is not None:
+            return kept[1]
+        assert key not in self._waiters, f"two receives wait for one message: {key}"
+        self._given_up.pop(key, None)
+        self._waiters[key] = waiter
+        return None
+
+    def give_up(self, key: Key) -> None:
+        """The waiter leaves; a message that comes later is dropped."""
+        if self._waiters.pop(key, None) is not None:
+            self._remember_given_up(key)
+
+    def _remember_given_up(self, key: Key) -> None:
+        self._given_up[key] = None
+        while len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+
+    def arrive(self, key: Key, message: M, now: float) -> W | Kept[M] | Dropped:
+        """Says who gets the message; a waiter returned is forgotten here."""
+        waiter = self._waiters.pop(key, None)
+        if waiter is not None:
+            return waiter
+        if key in self._given_up:
+            del self._given_up[key]
+            return Dropped()
+        self._unclaimed[key] = (now, message)
+        return Kept(self._evict(now))
+
+    def _evict(self, now: float) -> list[M]:
+        evicted = []
+        while self._unclaimed:
+            at, message = next(iter(self._unclaimed.values()))
+            if len(self._unclaimed) <= self._max_unclaimed and now - at < self._unclaimed_age_s:
+                break
+            self._unclaimed.popitem(last=False)
+            evicted.append(message)
+        return evicted
+
+    def withdraw(self, key: Key) -> tuple[M | None, W | None]:
+        """The sender takes a message back: returns it, to be dropped, or who waits for it, to be failed."""
+        kept = self._unclaimed.pop(key, None)
+        if kept is not None:
+            return kept[1], None
+        self._remember_given_up(key)
+        return None, self._waiters.pop(key, None)
+
+    def drop_peer(self, incarnation: str) -> tuple[list[W], list[M]]:
+        """The peer is lost: returns its waiters (to be failed) and its unclaimed messages (to be dropped)."""
+        waiters = [self._waiters.pop(key) for key in [k for k in self._waiters if k[0] == incarnation]]
+        messages = [self._unclaimed.pop(key)[1] for key in [k for k in self._unclaimed if k[0] == incarnation]]
+        for key in [k for k in self._given_up if k[0] == incarnation]:
+            del self._given_up[key]
+        return waiters, messages

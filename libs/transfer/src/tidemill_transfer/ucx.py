@@ -1,0 +1,309 @@
+"""UCX behind the seam; the only file that imports ucxx.
+
+Its low-level binding is used, with our own progress on the event loop: the binding's own waiting polls, so that one
+pending receive would keep a core busy. A receive is posted to UCX only once its message is here (probed), so giving
+one up leaves nothing behind; until then a large message's bytes stay with the sender (rendezvous).
+
+A wire tag of 64 bits is | slot: 16 | (tag ^ key): 48 |, slot and key being what the receiver gave the sender for this
+link: a message that carries another slot or key is nobody's and is dropped.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tidemill_transfer.agent import Bytes
+from tidemill_transfer.deadlines import CLOSE_S, WITHDRAW_S, Deadline, despite_cancel
+from tidemill_transfer.errors import TransferError, TransportUnavailable
+from tidemill_transfer.frames import FrameType
+from tidemill_transfer.handshake import Fields
+from tidemill_transfer.links import Link, Links
+from tidemill_transfer.matching import Dropped, Kept, Mailbox
+from tidemill_transfer.progress import Progress
+from tidemill_transfer.tags import MAX_TAG, TAG_BITS, checked_tag
+
+_ENVIRONMENT = {
+    "UCX_TLS": "tcp,self" if not os.path.exists("/dev/nvidiactl") else "tcp,self,cuda_copy,cuda_ipc",
+    "UCX_TCP_TX_SEG_SIZE": "512k",
+    "UCX_TCP_RX_SEG_SIZE": "512k",
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "2",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_LOG_LEVEL": "fatal",  # it logs to stdout; what goes wrong reaches us as a status
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+try:
+    from ucxx import libucxx
+    from ucxx._lib.arr import Array
+except (ImportError, OSError) as error:
+    raise TransportUnavailable(f"ucx: {error}") from error
+
+_ANY = libucxx.UCXXTagMask(0)
+_HEX = re.compile(r"(?:[0-9a-f]{2})+")
+_SLOT_BITS = 16
+_ENDPOINT_CLOSE_NS = 10**9
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Message:
+    """An arrived message whose bytes have not been asked for."""
+
+    link: Link
+    tag: int
+    size_bytes: int
+    probe: Any
+
+
+class UcxAgent:
+    """Implements TransferAgent; one UCX worker."""
+
+    def __init__(self, host: str, advertise_host: str) -> None:
+        options = {"NET_DEVICES": "lo"} if _is_loopback(host) and "UCX_NET_DEVICES" not in os.environ else {}
+        self._context = libucxx.UCXContext(options)
+        self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
+        self._slots: dict[int, tuple[int, Link | None, list[Any]]] = {}
+        self._endpoints: dict[Link, Any] = {}
+        self._mailbox: Mailbox[_Message, asyncio.Future[_Message]] = Mailbox()
+        self._operations: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
+        self._loop = asyncio.get_running_loop()
+        self._progress = Progress(self._worker, self._collect, lambda: self._operations["recv"] > 0)
+        self._links = Links(self, "ucx", host, advertise_host, secrets.token_hex(8))
+
+    @property
+    def address(self) -> str:
+        return str(self._links.address)
+
+    @property
+    def holds(self) -> dict[str, int]:
+        return {
+            "links": self._links.count,
+            "sends": self._operations["send"],
+            "receives": self._operations["recv"],
+            "requests": self._progress.outstanding,
+            "unclaimed_messages": self._mailbox.num_unclaimed,
+        }
+
+    async def send(self, peer_address: str, tag: int, data: memoryview | Bytes, deadline_s: float) -> None:
+        deadline = Deadline.after(deadline_s)
+        with self._operation("send"):
+            link = await self._links.get(peer_address, deadline.left_s())
+            wire_tag = (link.remote["slot"] << TAG_BITS) | (checked_tag(tag) ^ link.remote["key"])
+            request = self._endpoint(link).tag_send(Array(data), libucxx.UCXXTag(wire_tag))
+            await self._finish(request, data, link, deadline, lambda: link.writer.post(FrameType.WITHDRAW, tag))
+
+    async def recv(self, peer_address: str, tag: int, out: Bytes, deadline_s: float) -> None:
+        deadline = Deadline.after(deadline_s)
+        with self._operation("recv"):
+            link = await self._links.get(peer_address, deadline.left_s())
+            message = await self._await_message((link.peer.incarnation, checked_tag(tag)), deadline)
+            if message.size_bytes != out.nbytes:
+                self._drop(message.probe)
+                raise TransferError("truncated", f"expected {out.nbytes} bytes, {message.size_bytes} came")
+            receiver = self._worker if message.link.lost.done() else self._endpoint(message.link)
+            request = receiver.tag_recv_with_handle(Array(out), message.probe)
+            await self._finish(request, out, message.link, deadline, lambda: None)
+
+    async def close(self) -> None:
+        await self._links.close()
+        ends = self._loop.time() + CLOSE_S
+        while self._progress.outstanding and self._loop.time() < ends:
+            self._progress.poke()
+            await asyncio.sleep(0.001)
+        self._progress.run_turn()
+        self._progress.close()
+
+    async def _await_message(self, key: tuple[str, int], deadline: Deadline) -> _Message:
+        waiter: asyncio.Future[_Message] = self._loop.create_future()
+        here = self._mailbox.expect(key, waiter)
+        if here is not None:
+            return here
+        self._progress.poke()
+        try:
+            await asyncio.wait([waiter], timeout=deadline.left_s())
+        except asyncio.CancelledError:
+            self._leave(key, waiter)
+            raise
+        if not waiter.done():
+            self._leave(key, waiter)
+            raise TransferError("deadline", "the message has not come in time")
+        return waiter.result()
+
+    def _leave(self, key: tuple[str, int], waiter: "asyncio.Future[_Message]") -> None:
+        if not waiter.done():
+            self._mailbox.give_up(key)
+        elif waiter.exception() is None:
+            self._drop(waiter.result().probe)
+
+    async def _finish(
+        self, request: Any, buffer: Any, link: Link, deadline: Deadline, withdraw: Callable[[], None]
+    ) -> None:
+        """Waits until the request is over; its buffer is no longer touched when this returns or raises."""
+        done = self._progress.track(request, buffer)
+        try:
+            await asyncio.wait([done], timeout=deadline.left_s())
+        except asyncio.CancelledError:
+            await despite_cancel(self._end(done, link, withdraw))
+            raise
+        if not done.done():
+            await despite_cancel(self._end(done, link, withdraw))
+            raise TransferError("deadline", f"{link.peer} has not finished in time")
+        try:
+            request.check_error()
+        except libucxx.UCXMessageTruncatedError as error:
+            raise TransferError("truncated", str(error)) from error
+        except libucxx.UCXError as error:
+            raise TransferError("peer_lost", f"{link.peer}: {error}") from error
+
+    async def _end(self, done: "asyncio.Future[None]", link: Link, withdraw: Callable[[], None]) -> None:
+        """Ends a request before its time: asks the peer to let go, then takes the link down."""
+        withdraw()
+        await asyncio.wait([done], timeout=WITHDRAW_S)
+        if done.done():
+            return
+        self.counters["aborted_links"] += 1
+        link.lose("an operation did not end in time")
+        await asyncio.wait([done], timeout=CLOSE_S)
+        if not done.done():
+            _log.error("a UCX request to %s outlives its endpoint; its buffer is kept", link.peer)
+
+    # --- messages ---
+
+    def _collect(self) -> None:
+        while True:
+            probe = self._worker.tag_probe(libucxx.UCXXTag(0), _ANY, remove=True)
+            if not probe.matched:
+                return
+            self._arrived(probe)
+
+    def _arrived(self, probe: Any) -> None:
+        wire_tag = _tag_value(probe.sender_tag)
+        slot = self._slots.get(wire_tag >> TAG_BITS)
+        if slot is None:
+            self.counters["unknown_messages"] += 1
+            self._drop(probe)
+            return
+        key, link, early = slot
+        if link is None:
+            early.append(probe)
+            return
+        tag = (wire_tag & MAX_TAG) ^ key
+        message = _Message(link, tag, probe.length, probe)
+        taker = self._mailbox.arrive((link.peer.incarnation, tag), message, self._loop.time())
+        if isinstance(taker, Dropped):
+            self._drop(probe)
+        elif isinstance(taker, Kept):
+            for evicted in taker.evicted:
+                self.counters["evicted_messages"] += 1
+                self._drop(evicted.probe)
+        elif not taker.done():
+            taker.set_result(message)
+        else:
+            self._drop(probe)
+
+    def _drop(self, probe: Any) -> None:
+        """Receives into too small a buffer: the sender's request ends, the bytes go nowhere."""
+        scratch = np.empty(1, np.uint8)
+        self._progress.track(self._worker.tag_recv_with_handle(Array(scratch), probe), scratch)
+
+    # --- links ---
+
+    def hello_fields(self) -> Fields:
+        slot = secrets.randbits(_SLOT_BITS)
+        while slot in self._slots:
+            slot = secrets.randbits(_SLOT_BITS)
+        key = secrets.randbits(TAG_BITS)
+        self._slots[slot] = (key, None, [])
+        return {"slot": slot, "key": key, "worker": self._worker.address.tobytes().hex()}
+
+    def check_fields(self, remote: Fields) -> None:
+        slot, key, worker = (remote.get(name) for name in ("slot", "key", "worker"))
+        if not (isinstance(slot, int) and 0 <= slot < 1 << _SLOT_BITS and isinstance(key, int) and 0 <= key <= MAX_TAG):
+            raise TransferError("unavailable", "the peer's hello has no valid slot and key")
+        if not isinstance(worker, str) or not _HEX.fullmatch(worker):
+            raise TransferError("unavailable", "the peer's hello has no valid worker address")
+
+    def end_fields(self, local: Fields) -> None:
+        _, _, early = self._slots.pop(local["slot"])
+        for probe in early:
+            self._drop(probe)
+
+    def link_opened(self, link: Link) -> None:
+        key, _, early = self._slots[link.local["slot"]]
+        self._slots[link.local["slot"]] = (key, link, [])
+        for probe in early:
+            self._arrived(probe)
+        self._progress.poke()
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        self._progress.run_turn()  # takes what has come before the end
+        endpoint = self._endpoints.pop(link, None)
+        if endpoint is not None:
+            endpoint.close_blocking(period=_ENDPOINT_CLOSE_NS, max_attempts=1)
+        self._progress.poke()
+        if self._links.joined(link.peer.incarnation):
+            return
+        waiters, messages = self._mailbox.drop_peer(link.peer.incarnation)
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(TransferError("peer_lost", f"{link.peer}: {reason}"))
+        for message in messages:
+            self._drop(message.probe)
+
+    async def read_frame(self, link: Link, kind: FrameType, tag: int, length: int) -> None:
+        await link.reader.read_bytes(length)
+        if kind == FrameType.WITHDRAW:
+            self._progress.run_turn()
+            message, waiter = self._mailbox.withdraw((link.peer.incarnation, tag))
+            if message is not None:
+                self._drop(message.probe)
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(TransferError("peer_lost", f"{link.peer} has taken the message back"))
+
+    def _endpoint(self, link: Link) -> Any:
+        endpoint = self._endpoints.get(link)
+        if endpoint is None:
+            if link.lost.done():
+                raise TransferError("peer_lost", f"{link.peer}: {link.lost.result()}")
+            worker_address = libucxx.UCXAddress.create_from_buffer(bytes.fromhex(link.remote["worker"]))
+            endpoint = libucxx.UCXEndpoint.create_from_worker_address(self._worker, worker_address, True)
+            self._endpoints[link] = endpoint
+        return endpoint
+
+    @contextmanager
+    def _operation(self, kind: str) -> Iterator[None]:
+        self._operations[kind] += 1
+        try:
+            yield
+        finally:
+            self._operations[kind] -= 1
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("127.0.0.1", "::1", "localhost")
+
+
+def _tag_value(tag: Any) -> int:
+    return int(getattr(tag, "value", tag))
+
+
+async def open_ucx_agent(host: str, advertise_host: str) -> UcxAgent:
+    """Opens an agent on the running loop; TransportUnavailable says what is missing."""
+    try:
+        return UcxAgent(host, advertise_host)
+    except libucxx.UCXError as error:
+        raise TransportUnavailable(f"ucx: {error}") from error
