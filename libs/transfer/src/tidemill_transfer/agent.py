@@ -53,9 +53,11 @@ async def open_agent(transport: TransportName, host: str, *, advertise_host: str
     if transport == "ucx":
         from tidemill_transfer.ucx import open_ucx_agent
 
-        return await open_ucx_agent(host, advertise_host)
+        ucx: TransferAgent = await open_ucx_agent(host, advertise_host)
+        return ucx
     if transport == "tcp":
         from tidemill_transfer.tcp import open_tcp_agent
 
-        return await open_tcp_agent(host, advertise_host)
+        tcp: TransferAgent = await open_tcp_agent(host, advertise_host)
+        return tcp
     raise TransportUnavailable(f"no transport is called {transport!r}; there are ucx and tcp")

@@ -188,7 +188,8 @@ class Links:
     async def _run(self, link: Link) -> None:
         reading = asyncio.create_task(self._read(link), name="transfer-reader")
         reading.add_done_callback(_log_failure)
-        await asyncio.wait([reading, link.lost], return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [reading, link.lost]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         link.lose("the link's reader failed")
         standing = self._by_incarnation[link.peer.incarnation]
         standing.remove(link)

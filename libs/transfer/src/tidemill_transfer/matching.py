@@ -45,6 +45,10 @@ class Mailbox(Generic[M, W]):
     def num_unclaimed(self) -> int:
         return len(self._unclaimed)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
     def expect(self, key: Key, waiter: W) -> M | None:
         """Claims the message if it is here (and forgets the waiter), else registers the waiter."""
         kept = self._unclaimed.pop(key, None)

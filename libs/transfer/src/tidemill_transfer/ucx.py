@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from tidemill_transfer.agent import Bytes
+from tidemill_transfer.arrivals import Arrivals
+from tidemill_transfer.buffers import byte_view
 from tidemill_transfer.deadlines import CLOSE_S, WITHDRAW_S, Deadline, despite_cancel
 from tidemill_transfer.errors import TransferError, TransportUnavailable
 from tidemill_transfer.frames import FrameType
 from tidemill_transfer.handshake import Fields
 from tidemill_transfer.links import Link, Links
-from tidemill_transfer.matching import Dropped, Kept, Mailbox
 from tidemill_transfer.progress import Progress
 from tidemill_transfer.tags import MAX_TAG, TAG_BITS, checked_tag
 
@@ -63,7 +64,6 @@ class _Message:
     """An arrived message whose bytes have not been asked for."""
 
     link: Link
-    tag: int
     size_bytes: int
     probe: Any
 
@@ -77,11 +77,11 @@ class UcxAgent:
         self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
         self._slots: dict[int, tuple[int, Link | None, list[Any]]] = {}
         self._endpoints: dict[Link, Any] = {}
-        self._mailbox: Mailbox[_Message, asyncio.Future[_Message]] = Mailbox()
-        self._operations: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
+        self._arrivals: Arrivals[_Message] = Arrivals(lambda message: self._drop(message.probe), self.counters)
+        self._operations: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
-        self._progress = Progress(self._worker, self._collect, lambda: self._operations["recv"] > 0)
+        self._progress = Progress(self._worker, self._collect, lambda: self._arrivals.num_waiting > 0)
         self._links = Links(self, "ucx", host, advertise_host, secrets.token_hex(8))
 
     @property
@@ -95,7 +95,7 @@ class UcxAgent:
             "sends": self._operations["send"],
             "receives": self._operations["recv"],
             "requests": self._progress.outstanding,
-            "unclaimed_messages": self._mailbox.num_unclaimed,
+            "unclaimed_messages": self._arrivals.num_unclaimed,
         }
 
     async def send(self, peer_address: str, tag: int, data: memoryview | Bytes, deadline_s: float) -> None:
@@ -103,19 +103,20 @@ class UcxAgent:
         with self._operation("send"):
             link = await self._links.get(peer_address, deadline.left_s())
             wire_tag = (link.remote["slot"] << TAG_BITS) | (checked_tag(tag) ^ link.remote["key"])
-            request = self._endpoint(link).tag_send(Array(data), libucxx.UCXXTag(wire_tag))
+            request = self._endpoint(link).tag_send(_array(data), libucxx.UCXXTag(wire_tag))
             await self._finish(request, data, link, deadline, lambda: link.writer.post(FrameType.WITHDRAW, tag))
 
     async def recv(self, peer_address: str, tag: int, out: Bytes, deadline_s: float) -> None:
         deadline = Deadline.after(deadline_s)
         with self._operation("recv"):
             link = await self._links.get(peer_address, deadline.left_s())
-            message = await self._await_message((link.peer.incarnation, checked_tag(tag)), deadline)
+            self._progress.poke()
+            message = await self._arrivals.take((link.peer.incarnation, checked_tag(tag)), deadline)
             if message.size_bytes != out.nbytes:
                 self._drop(message.probe)
                 raise TransferError("truncated", f"expected {out.nbytes} bytes, {message.size_bytes} came")
             receiver = self._worker if message.link.lost.done() else self._endpoint(message.link)
-            request = receiver.tag_recv_with_handle(Array(out), message.probe)
+            request = receiver.tag_recv_with_handle(_array(out), message.probe)
             await self._finish(request, out, message.link, deadline, lambda: None)
 
     async def close(self) -> None:
@@ -126,28 +127,6 @@ class UcxAgent:
             await asyncio.sleep(0.001)
         self._progress.run_turn()
         self._progress.close()
-
-    async def _await_message(self, key: tuple[str, int], deadline: Deadline) -> _Message:
-        waiter: asyncio.Future[_Message] = self._loop.create_future()
-        here = self._mailbox.expect(key, waiter)
-        if here is not None:
-            return here
-        self._progress.poke()
-        try:
-            await asyncio.wait([waiter], timeout=deadline.left_s())
-        except asyncio.CancelledError:
-            self._leave(key, waiter)
-            raise
-        if not waiter.done():
-            self._leave(key, waiter)
-            raise TransferError("deadline", "the message has not come in time")
-        return waiter.result()
-
-    def _leave(self, key: tuple[str, int], waiter: "asyncio.Future[_Message]") -> None:
-        if not waiter.done():
-            self._mailbox.give_up(key)
-        elif waiter.exception() is None:
-            self._drop(waiter.result().probe)
 
     async def _finish(
         self, request: Any, buffer: Any, link: Link, deadline: Deadline, withdraw: Callable[[], None]
@@ -202,18 +181,7 @@ class UcxAgent:
             early.append(probe)
             return
         tag = (wire_tag & MAX_TAG) ^ key
-        message = _Message(link, tag, probe.length, probe)
-        taker = self._mailbox.arrive((link.peer.incarnation, tag), message, self._loop.time())
-        if isinstance(taker, Dropped):
-            self._drop(probe)
-        elif isinstance(taker, Kept):
-            for evicted in taker.evicted:
-                self.counters["evicted_messages"] += 1
-                self._drop(evicted.probe)
-        elif not taker.done():
-            taker.set_result(message)
-        else:
-            self._drop(probe)
+        self._arrivals.arrived((link.peer.incarnation, tag), _Message(link, probe.length, probe))
 
     def _drop(self, probe: Any) -> None:
         """Receives into too small a buffer: the sender's request ends, the bytes go nowhere."""
@@ -255,24 +223,14 @@ class UcxAgent:
         if endpoint is not None:
             endpoint.close_blocking(period=_ENDPOINT_CLOSE_NS, max_attempts=1)
         self._progress.poke()
-        if self._links.joined(link.peer.incarnation):
-            return
-        waiters, messages = self._mailbox.drop_peer(link.peer.incarnation)
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(TransferError("peer_lost", f"{link.peer}: {reason}"))
-        for message in messages:
-            self._drop(message.probe)
+        if not self._links.joined(link.peer.incarnation):
+            self._arrivals.peer_lost(link.peer.incarnation, f"{link.peer}: {reason}")
 
     async def read_frame(self, link: Link, kind: FrameType, tag: int, length: int) -> None:
         await link.reader.read_bytes(length)
         if kind == FrameType.WITHDRAW:
             self._progress.run_turn()
-            message, waiter = self._mailbox.withdraw((link.peer.incarnation, tag))
-            if message is not None:
-                self._drop(message.probe)
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(TransferError("peer_lost", f"{link.peer} has taken the message back"))
+            self._arrivals.withdrawn((link.peer.incarnation, tag))
 
     def _endpoint(self, link: Link) -> Any:
         endpoint = self._endpoints.get(link)
@@ -295,6 +253,11 @@ class UcxAgent:
 
 def _is_loopback(host: str) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
+
+
+def _array(buffer: Any) -> Any:
+    """UCX takes device memory as it is."""
+    return Array(buffer if hasattr(buffer, "__cuda_array_interface__") else byte_view(buffer))
 
 
 def _tag_value(tag: Any) -> int:

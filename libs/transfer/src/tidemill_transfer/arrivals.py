@@ -1,0 +1,82 @@
+"""Waits for arriving messages on the event loop; the decisions are matching.Mailbox's."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from tidemill_transfer.deadlines import Deadline
+from tidemill_transfer.errors import TransferError
+from tidemill_transfer.matching import Dropped, Kept, Key, Mailbox
+
+M = TypeVar("M")
+
+
+class Arrivals(Generic[M]):
+    """Messages of all peers that have come, and those who wait for them."""
+
+    def __init__(self, drop: Callable[[M], None], counters: Counter[str]) -> None:
+        """`drop` releases a message that nobody wants."""
+        self._drop = drop
+        self._counters = counters
+        self._loop = asyncio.get_running_loop()
+        self._mailbox: Mailbox[M, asyncio.Future[M]] = Mailbox()
+
+    @property
+    def num_unclaimed(self) -> int:
+        return self._mailbox.num_unclaimed
+
+    @property
+    def num_waiting(self) -> int:
+        return self._mailbox.num_waiting
+
+    async def take(self, key: Key, deadline: Deadline) -> M:
+        """The message of this key; TransferError when it does not come in time or its sender is lost."""
+        waiter: asyncio.Future[M] = self._loop.create_future()
+        here = self._mailbox.expect(key, waiter)
+        if here is not None:
+            return here
+        try:
+            await asyncio.wait([waiter], timeout=deadline.left_s())
+        except asyncio.CancelledError:
+            self._leave(key, waiter)
+            raise
+        if not waiter.done():
+            self._leave(key, waiter)
+            raise TransferError("deadline", "the message has not come in time")
+        return waiter.result()
+
+    def _leave(self, key: Key, waiter: "asyncio.Future[M]") -> None:
+        if not waiter.done():
+            waiter.cancel()
+            self._mailbox.give_up(key)
+        elif waiter.exception() is None:
+            self._drop(waiter.result())
+
+    def arrived(self, key: Key, message: M) -> None:
+        """Hands the message to who waits for it, keeps it, or drops it."""
+        taker = self._mailbox.arrive(key, message, self._loop.time())
+        if isinstance(taker, Dropped):
+            self._drop(message)
+        elif isinstance(taker, Kept):
+            for evicted in taker.evicted:
+                self._counters["evicted_messages"] += 1
+                self._drop(evicted)
+        else:
+            taker.set_result(message)
+
+    def withdrawn(self, key: Key) -> None:
+        """The sender has taken the message back."""
+        message, waiter = self._mailbox.withdraw(key)
+        if message is not None:
+            self._drop(message)
+        if waiter is not None:
+            waiter.set_exception(TransferError("peer_lost", "the sender has taken the message back"))
+
+    def peer_lost(self, incarnation: str, reason: str) -> None:
+        """Fails who waits for that run and drops what it left."""
+        waiters, messages = self._mailbox.drop_peer(incarnation)
+        for waiter in waiters:
+            waiter.set_exception(TransferError("peer_lost", reason))
+        for message in messages:
+            self._drop(message)
