@@ -74,6 +74,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Fewest missing full blocks that are worth asking for."""
     onboard_deadline_s: float = 2.0
     """Longest time that a request waits for blocks from L3."""
+    transfer_limit_s: float = 30.0
+    """Longest time of one transfer; so long blocks stay out of reach when their request ends in mid-transfer."""
     watchdog_s: float = 60.0
     """A follower that hears nothing from its leader, idle heartbeats included, for so long ends itself."""
     idle_tick_s: float = 1.0
@@ -114,6 +116,7 @@ _AT_LEAST: dict[str, float] = {
     "credit_stall_s": 0.001,
     "dedupe_wait_s": 0,
     "onboard_deadline_s": 0.001,
+    "transfer_limit_s": 0.001,
     "watchdog_s": 1,
     "idle_tick_s": 0.001,
 }

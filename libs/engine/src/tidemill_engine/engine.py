@@ -1,0 +1,88 @@
+"""One domain's engine: schedule -> execute -> commit, and what each step brought as reports for the service."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tidemill_engine.kv_groups import KVGroupSpec, snapshot_interval_tokens
+from tidemill_engine.messages import BlocksCleared, BlocksRemoved, BlocksStored, Report, StepReport
+from tidemill_engine.scheduler import ModelLimits, Scheduler, SchedulerCommand
+from tidemill_engine.settings import EngineSettings
+from tidemill_engine.step import SchedulerOutput, StepResult
+from tidemill_kvcache.cache import PrefixCache
+from tidemill_kvcache.runs import CacheEvent, RemovedRun, StoredRun
+
+_LOAD_INTERVAL_S = 0.1
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner."""
+
+    groups: tuple[KVGroupSpec, ...]
+    num_blocks: int
+    num_snapshots: int
+    context_tokens: int
+    vocab_size: int
+
+    def execute(self, out: SchedulerOutput) -> StepResult:
+        """Runs a step on every rank of the domain."""
+
+
+class Engine:
+    """Synchronous and single-threaded: commands go in between steps, reports come out of them."""
+
+    def __init__(self, settings: EngineSettings, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+        interval = snapshot_interval_tokens(runner.groups)
+        self.cache = PrefixCache(
+            runner.num_blocks,
+            settings.block_size,
+            num_snapshots=runner.num_snapshots if interval else 0,
+            snapshot_interval_tokens=interval,
+        )
+        limits = ModelLimits(runner.context_tokens, runner.vocab_size, interval)
+        self.scheduler = Scheduler(settings, limits, self.cache, clock)
+        self._runner = runner
+        self._clock = clock
+        self._step = 0
+        self._load_sent_s = float("-inf")
+
+    def handle(self, command: SchedulerCommand) -> None:
+        """Takes a command; its reports come with the next step or tick."""
+        self.scheduler.handle(command)
+
+    def step(self) -> tuple[bool, list[Report]]:
+        """Runs a step if there is one; returns whether there was, and reports (none when nothing happened)."""
+        out = self.scheduler.schedule()
+        if out is not None:
+            self._step = out.step
+            self.scheduler.commit(self._runner.execute(out))
+        return out is not None, self._reports(heartbeat=False, idle=out is None)
+
+    def tick(self) -> list[Report]:
+        """The heartbeat of an idle engine."""
+        return self._reports(heartbeat=True, idle=True)
+
+    @property
+    def next_timer_s(self) -> float:
+        """When, on the clock, an idle engine must step again."""
+        return self.scheduler.next_timer_s
+
+    def _reports(self, *, heartbeat: bool, idle: bool) -> list[Report]:
+        """Notices first, so that the service knows a request's blocks before its last output."""
+        notices = self.scheduler.take_notices()
+        outputs = self.scheduler.take_outputs()
+        events = [_to_message(event) for event in self.cache.take_events()]
+        if not (heartbeat or outputs or events or notices):
+            return []
+        report = StepReport(step=self._step, outputs=outputs, kv_events=events)
+        now_s = self._clock()
+        if heartbeat or idle or now_s - self._load_sent_s >= _LOAD_INTERVAL_S:
+            report.load = self.scheduler.load_sample()
+            self._load_sent_s = now_s
+        return [*notices, report]
+
+
+def _to_message(event: CacheEvent) -> BlocksStored | BlocksRemoved | BlocksCleared:
+    if isinstance(event, StoredRun):
+        return BlocksStored(event.parent, event.hashes, event.has_snapshot)
+    return BlocksRemoved(event.hashes) if isinstance(event, RemovedRun) else BlocksCleared()

@@ -1,0 +1,157 @@
+"""Which waiting requests get blocks and a row, in order of rank, with bounded overtaking."""
+
+import enum
+
+from tidemill_engine.request import Request
+from tidemill_engine.scheduler import cover
+from tidemill_engine.scheduler.chunks import chunk_tokens
+from tidemill_engine.scheduler.lifecycle import begin_running, extend_chain, mark_stalled
+from tidemill_engine.scheduler.plan import StepPlan
+from tidemill_engine.scheduler.state import SchedulerState
+from tidemill_engine.scheduler.transfers import ask_hand_over, ask_onboard, wants_onboard
+from tidemill_kvcache.sequence import MatchResult
+
+_MAX_BLOCKED = 4
+"""Requests that found no room after which a step looks no further."""
+
+
+class Verdict(enum.Enum):
+    """What became of an attempt to admit a request."""
+
+    ADMITTED = "admitted"
+    NO_ROOM = "no_room"
+    LATER = "later"
+    """It waits for something other than room: credit, budget or another request's prefix."""
+
+
+def admit_waiting(state: SchedulerState, plan: StepPlan, now_s: float) -> None:
+    """Admits what fits. A request that does not fit may be passed `max_overtakes` times, then nobody passes it."""
+    blocked: list[Request] = []
+    for request in state.waiting:
+        if state.num_active >= state.settings.max_num_seqs or len(blocked) >= _MAX_BLOCKED:
+            return
+        verdict = _try_admit(state, plan, request, now_s)
+        if verdict is Verdict.NO_ROOM:
+            blocked.append(request)
+            if request.num_overtaken >= state.settings.max_overtakes:
+                return
+        elif verdict is Verdict.ADMITTED:
+            for passed in blocked:
+                passed.num_overtaken += 1
+
+
+def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: float) -> Verdict:
+    if request.stage == "decode":
+        return _admit_hand_over(state, request)
+    if request.credit_tokens <= 0:
+        mark_stalled(state, request, now_s)
+        return Verdict.LATER
+    has_budget = _has_budget(state, plan, request)
+    if not has_budget and (request.asked_onboard or not state.settings.onboard_enabled):
+        return Verdict.LATER
+    if _follows(state, request, now_s):
+        return Verdict.LATER
+    match = _take_blocks(state, request, need_snapshot=True)
+    if match is None:
+        return Verdict.NO_ROOM
+    if wants_onboard(state, request, match):
+        ask_onboard(state, request, match, now_s)
+        return Verdict.ADMITTED
+    if not has_budget:
+        _give_blocks_back(state, request)
+        return Verdict.LATER
+    _start(state, request, match, now_s)
+    _plan_first_chunk(state, plan, request)
+    return Verdict.ADMITTED
+
+
+def _admit_hand_over(state: SchedulerState, request: Request) -> Verdict:
+    match = _take_blocks(state, request, need_snapshot=False)
+    if match is None:
+        return Verdict.NO_ROOM
+    ask_hand_over(state, request, match)
+    return Verdict.ADMITTED
+
+
+def _has_budget(state: SchedulerState, plan: StepPlan, request: Request) -> bool:
+    """There are tokens left for a chunk worth having, and not too many prompts are computed in part."""
+    left = plan.tokens_left
+    if left < min(len(request.tokens), min_chunk(state)) and not (plan.is_empty and left > 0):
+        return False
+    partial = sum(1 for r in state.running if r.num_remaining_tokens > max(1, plan.chunks.get(r, 0)))
+    return partial < state.settings.max_partial_prefills or len(request.tokens) <= left
+
+
+def min_chunk(state: SchedulerState) -> int:
+    """Fewest tokens worth a row's overhead, unless fewer finish the prompt."""
+    return max(1, min(state.settings.block_size, state.settings.max_num_batched_tokens // 4))
+
+
+def _follows(state: SchedulerState, request: Request, now_s: float) -> bool:
+    """Whether another request is computing the block that this one lacks first."""
+    limit_s = state.settings.dedupe_wait_s
+    if request.following_since_s >= 0 and now_s - request.following_since_s >= limit_s:
+        return False
+    chain = extend_chain(state, request)
+    usable = (len(request.tokens) - 1) // state.settings.block_size
+    depth = len(state.cache.lookup(chain[:usable])[0])
+    if depth >= usable or state.in_flight.owner(chain[depth]) in (None, request):
+        return False
+    if request.following_since_s < 0:
+        request.following_since_s = now_s
+        state.timers.at(now_s + limit_s, lambda *_: None, request.key)
+    return True
+
+
+def _take_blocks(state: SchedulerState, request: Request, *, need_snapshot: bool) -> MatchResult | None:
+    """Matches the cache and allocates the rest; None, and nothing taken, when the request's need does not fit."""
+    if state.has_sequence_state and state.slots.num_free == 0:
+        return None
+    cache, block_size = state.cache, state.settings.block_size
+    seq = cache.open(request.chain_root)
+    seq.hash_chain = request.hash_chain
+    # KV from prefill covers all known tokens; otherwise the last one is computed for its logits.
+    limit = len(request.tokens) - (0 if request.stage == "decode" else 1)
+    match = cache.match_prefix(seq, request.tokens.view(), limit, need_snapshot=need_snapshot)
+    need = cover.num_blocks(cover.admission_cover(state, request), block_size) - match.num_blocks
+    if need + cover.growth_blocks(state) > cache.available_blocks:
+        cache.free(seq)
+        return None
+    granted = cache.allocate(seq, cover.initial_cover(state, request))
+    assert granted is not None, "less than what was just found available"
+    request.seq = seq
+    if state.has_sequence_state:
+        request.sequence_slot = state.slots.take()
+    return match
+
+
+def _give_blocks_back(state: SchedulerState, request: Request) -> None:
+    assert request.seq is not None
+    state.cache.free(request.seq)
+    request.seq = None
+    if request.sequence_slot >= 0:
+        state.slots.give_back(request.sequence_slot)
+        request.sequence_slot = -1
+
+
+def _start(state: SchedulerState, request: Request, match: MatchResult, now_s: float) -> None:
+    """The request has blocks and gets a row."""
+    state.waiting.remove(request)
+    request.num_computed_tokens = match.num_tokens
+    request.restore_snapshot_id = match.snapshot_id
+    if request.num_cached_l1 < 0:
+        found = min(match.num_tokens, request.prompt_tokens - 1)
+        request.num_cached_l1 = min(found, request.local_tokens) if request.onboarded else found
+        request.num_cached_l3 = found - request.num_cached_l1
+        state.load.prompt_tokens_total += request.prompt_tokens
+        state.load.cached_tokens_total += found
+    begin_running(state, request, now_s)
+    chain = extend_chain(state, request)
+    state.in_flight.register(request, match.num_blocks, chain[match.num_blocks :])
+
+
+def _plan_first_chunk(state: SchedulerState, plan: StepPlan, request: Request) -> None:
+    interval = state.limits.snapshot_interval_tokens
+    chunk = chunk_tokens(request.num_computed_tokens, len(request.tokens), plan.tokens_left, interval)
+    if chunk:
+        plan.chunks[request] = chunk

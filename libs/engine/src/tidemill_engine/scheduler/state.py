@@ -1,0 +1,88 @@
+"""What the scheduler's parts share: requests by phase, pools, timers and what is to be reported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from tidemill_engine.messages import Output, Report, RequestKey
+from tidemill_engine.request import Request
+from tidemill_engine.scheduler.id_pool import IdPool
+from tidemill_engine.scheduler.in_flight import InFlightPrefixes
+from tidemill_engine.scheduler.load import LoadTracker
+from tidemill_engine.scheduler.timers import Timers
+from tidemill_engine.scheduler.waiting import WaitingQueue
+from tidemill_engine.settings import EngineSettings
+from tidemill_kvcache.cache import PrefixCache
+from tidemill_kvcache.sequence import CachedSequence
+
+log = structlog.get_logger("tidemill.scheduler")
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the scheduler knows of the model."""
+
+    context_tokens: int
+    vocab_size: int
+    snapshot_interval_tokens: int = 0
+    """0: no per-sequence KV groups, so no sequence slots either."""
+    step_tokens: int = 1
+    """Most tokens that a step commits for one row."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks of a request that is gone or went on without them, into which a transfer may still write."""
+
+    seq: CachedSequence
+    sequence_slot: int
+
+
+@dataclass
+class SchedulerState:
+    """All mutable state of one domain's scheduler; used by one thread."""
+
+    settings: EngineSettings
+    limits: ModelLimits
+    cache: PrefixCache
+    clock: Callable[[], float]
+
+    requests: dict[RequestKey, Request] = field(default_factory=dict)
+    """All that have not finished, held ones included."""
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    transferring: dict[RequestKey, Request] = field(default_factory=dict)
+    """Onboarding or receiving."""
+    running: dict[Request, None] = field(default_factory=dict)
+    """An ordered set."""
+    held: dict[RequestKey, Request] = field(default_factory=dict)
+    reservations: dict[RequestKey, Reservation] = field(default_factory=dict)
+    pins: set[int] = field(default_factory=set)
+    freed_rows: list[int] = field(default_factory=list)
+    in_flight: InFlightPrefixes = field(default_factory=InFlightPrefixes)
+    timers: Timers = field(default_factory=Timers)
+    load: LoadTracker = field(default_factory=LoadTracker)
+    outputs: list[Output] = field(default_factory=list)
+    notices: list[Report] = field(default_factory=list)
+    steps_since_prefill: int = 0
+    rows: IdPool = field(init=False)
+    slots: IdPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = IdPool(self.settings.max_num_seqs)
+        self.slots = IdPool(self.settings.max_num_seqs if self.limits.snapshot_interval_tokens else 0)
+
+    @property
+    def has_sequence_state(self) -> bool:
+        """The model keeps per-sequence KV groups."""
+        return self.limits.snapshot_interval_tokens > 0
+
+    @property
+    def num_active(self) -> int:
+        """Requests that run or are going to without waiting for admission again; at most max_num_seqs."""
+        return len(self.running) + len(self.transferring)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt + output."""
+        return self.settings.max_context_tokens or self.limits.context_tokens

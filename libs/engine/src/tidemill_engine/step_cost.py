@@ -1,0 +1,62 @@
+"""What steps cost, learnt from the steps themselves."""
+
+from dataclasses import dataclass
+
+_WARM_UP_STEPS = 2
+_WEIGHT = 0.1
+
+
+@dataclass
+class MovingMean:
+    """Exponentially weighted mean that leaves out its first samples."""
+
+    value: float = 0.0
+    """0 until there is a sample."""
+    num_samples: int = 0
+
+    def add(self, sample: float) -> None:
+        """Takes a sample in."""
+        self.num_samples += 1
+        if self.num_samples <= _WARM_UP_STEPS:
+            return
+        age = self.num_samples - _WARM_UP_STEPS
+        self.value += (sample - self.value) * max(_WEIGHT, 1.0 / age)
+
+
+class StepCost:
+    """Seconds of a decode step and tokens per second of prefill."""
+
+    def __init__(self) -> None:
+        self._decode_step_s = MovingMean()
+        self._any_decode_step_s = MovingMean()
+        self._prefill_token_s = MovingMean()
+
+    def observe(self, num_prefill_tokens: int, num_decode_rows: int, step_s: float) -> None:
+        """A step took `step_s` seconds; what it carried beside prefill is taken off at the price of a decode step."""
+        if num_decode_rows:
+            self._any_decode_step_s.add(step_s)
+        if num_prefill_tokens == 0:
+            self._decode_step_s.add(step_s)
+            return
+        decode_s = self._decode_step_s.value if num_decode_rows else 0.0
+        self._prefill_token_s.add(max(step_s - decode_s, 0.1 * step_s) / num_prefill_tokens)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """0: not known yet."""
+        token_s = self._prefill_token_s.value
+        return 1.0 / token_s if token_s > 0 else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        """A step without prefill tokens; 0: not known yet."""
+        return self._decode_step_s.value
+
+    @property
+    def step_with_decode_s(self) -> float:
+        """A step with decode rows, whatever else it carries: what a decoding request waits for a token."""
+        return self._any_decode_step_s.value
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Predicted seconds to compute so many prompt tokens; 0 while the rate is not known."""
+        return num_tokens * self._prefill_token_s.value
