@@ -1,0 +1,1 @@
+"""Building blocks of models: matrices in their weight formats, norms, rotary embedding."""

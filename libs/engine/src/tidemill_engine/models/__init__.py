@@ -1,0 +1,1 @@
+"""Model architectures, chosen by the name in config.json."""

@@ -1,0 +1,22 @@
+"""What the runner asks of a model."""
+
+from typing import Protocol
+
+import torch
+
+from tidemill_engine.attention.base import AttentionBackend, ForwardBatch
+from tidemill_engine.kv_groups import KVGroupSpec
+
+
+class Model(Protocol):
+    """One rank's part of a decoder."""
+
+    groups: tuple[KVGroupSpec, ...]
+    vocab_size: int
+    context_tokens: int
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """[tokens of batch.sample_indices, hidden] after the last norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] float32, the same on every rank."""
