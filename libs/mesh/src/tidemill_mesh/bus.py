@@ -8,7 +8,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import nats
@@ -21,6 +21,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.log import RateLimit
 from tidemill_mesh.metrics import Metrics
+from tidemill_mesh.tasks import end, spawn, wait_up_to
 
 MAX_BUFFERED_MESSAGES = 4096
 MAX_BUFFERED_BYTES = 8 * 1024 * 1024
@@ -38,7 +39,8 @@ log = structlog.get_logger()
 class Subscription:
     """Interest in a subject; lives across reconnections until unsubscribed."""
 
-    def __init__(self, bus: "Bus", subject: str, callback: Callback) -> None:
+    def __init__(self, bus: "Bus", subject: str, callback: Callback, max_pending_messages: int) -> None:
+        self.max_pending_messages = max_pending_messages
         self.subject = subject
         self.callback = callback
         self.wire: NatsSubscription | None = None
@@ -60,6 +62,7 @@ class Bus:
         self._buffered_bytes = 0
         self._client: Client | None = None
         self._wake = asyncio.Event()
+        self._closed = False
         self._empty = asyncio.Event()
         self._first_connection = asyncio.Event()
         self._error_log = RateLimit(LOG_INTERVAL_S, time.monotonic)
@@ -71,15 +74,13 @@ class Bus:
         self._failed = metrics.counter("bus_callback_errors_total", "Callbacks that raised.")
         self._connections = metrics.counter("bus_connections_total", "Connections made to NATS.")
         self._up = metrics.gauge("bus_connected", "1 while connected to NATS.")
-        self._task = asyncio.create_task(self._run(), name="bus")
+        self._task = spawn(self._run(), "bus")
 
     @classmethod
     async def connect(cls, settings: ServiceSettings, name: str, metrics: Metrics) -> "Bus":
         """A bus that keeps trying to connect; returns at the latest after a second, connected or not."""
         bus = cls(settings, name, metrics)
-        try:
-            await asyncio.wait_for(bus._first_connection.wait(), 1.0)
-        except TimeoutError:
+        if not await wait_up_to(bus._first_connection.wait(), 1.0):
             log.warning("NATS is not reachable yet; going on without it", servers=_public(settings.nats))
         return bus
 
@@ -90,6 +91,9 @@ class Bus:
 
     def publish(self, subject: str, payload: bytes) -> None:
         """Queues a message; never waits and never fails. Drops are counted."""
+        if self._closed:
+            self._dropped.labels(reason="closed").inc()
+            return
         self._buffer.append((subject, payload))
         self._buffered_bytes += len(payload)
         while len(self._buffer) > MAX_BUFFERED_MESSAGES or self._buffered_bytes > MAX_BUFFERED_BYTES:
@@ -97,9 +101,11 @@ class Bus:
             self._dropped.labels(reason="buffer_full").inc()
         self._wake.set()
 
-    async def subscribe(self, subject: str, callback: Callback) -> Subscription:
+    async def subscribe(
+        self, subject: str, callback: Callback, *, max_pending_messages: int = MAX_PENDING_MESSAGES
+    ) -> Subscription:
         """Calls callback(subject, payload) for each message; it must be quick: it runs on the event loop."""
-        subscription = Subscription(self, subject, callback)
+        subscription = Subscription(self, subject, callback, max_pending_messages)
         self._subscriptions.append(subscription)
         client = self._client
         if client is not None and client.is_connected:
@@ -127,9 +133,9 @@ class Bus:
         if self.connected:
             self._empty.clear()
             self._wake.set()
-            await _wait(self._empty.wait(), 1.0)
-        self._task.cancel()
-        await asyncio.wait([self._task])
+            await wait_up_to(self._empty.wait(), 1.0)
+        self._closed = True
+        await end(self._task)
         self._dropped.labels(reason="closed").inc(len(self._buffer))
         self._buffer.clear()
         self._subscriptions.clear()
@@ -142,6 +148,8 @@ class Bus:
                 await self._send_until_closed(client)
             except CONNECTION_ERRORS as error:
                 self._log_error("NATS connection failed", error)
+            except Exception:
+                log.exception("NATS connection ended by an error")
             finally:
                 self._client = None
                 self._up.set(0)
@@ -170,8 +178,8 @@ class Bus:
                 tls=tls,
                 flush_timeout=settings.liveness_s,
             )
-            for subscription in list(self._subscriptions):
-                await self._attach(client, subscription)
+            while waiting := [item for item in self._subscriptions if item.wire is None]:
+                await self._attach(client, waiting[0])
         self._client = client
         self._connections.inc()
         self._up.set(1)
@@ -189,12 +197,16 @@ class Bus:
                 self._failed.inc()
                 log.exception("bus callback failed", subject=message.subject)
 
-        subscription.wire = await client.subscribe(
+        wire = await client.subscribe(
             subscription.subject,
             cb=deliver,
-            pending_msgs_limit=MAX_PENDING_MESSAGES,
+            pending_msgs_limit=subscription.max_pending_messages,
             pending_bytes_limit=MAX_PENDING_BYTES,
         )
+        if subscription in self._subscriptions:
+            subscription.wire = wire
+        else:
+            await wire.unsubscribe()
 
     async def _send_until_closed(self, client: Client) -> None:
         interval_s = self._settings.liveness_s / 3
@@ -204,7 +216,7 @@ class Bus:
                 async with asyncio.timeout(self._settings.liveness_s):
                     await self._send(client, *self._take())
             self._empty.set()
-            await _wait(self._wake.wait(), interval_s)
+            await wait_up_to(self._wake.wait(), interval_s)
 
     async def _send(self, client: Client, subject: str, payload: bytes) -> None:
         try:
@@ -245,13 +257,6 @@ class Bus:
     def _log_error(self, event: str, error: BaseException) -> None:
         if (suppressed := self._error_log.passes()) is not None:
             log.warning(event, error=str(error) or type(error).__name__, more=suppressed)
-
-
-async def _wait(event: Awaitable[object], timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event, timeout_s)
-    except TimeoutError:
-        return
 
 
 def _public(servers: str) -> str:

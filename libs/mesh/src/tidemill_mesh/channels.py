@@ -1,13 +1,18 @@
 """Channels to other services: one factory, with limits and keepalive that both sides share."""
 
+import asyncio
 from pathlib import Path
 
 import grpc
 
 from tidemill_mesh.config import ServiceSettings
+from tidemill_mesh.tasks import end, spawn
 
 # Larger than any prompt of a million token ids and than the chunks of a snapshot; bulk bytes never travel by gRPC.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+# An instance that only lost its lease comes back with its streams alive.
+FORGET_GRACE_S = 600.0
 
 ChannelOptions = list[tuple[str, int | str]]
 
@@ -67,7 +72,7 @@ class Channels:
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._forgotten: list[grpc.aio.Channel] = []
+        self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, endpoint: str) -> grpc.aio.Channel:
         """The channel to an endpoint, opened at its first use."""
@@ -77,15 +82,18 @@ class Channels:
         return channel
 
     def forget(self, endpoint: str) -> None:
-        """Drops the channel to an endpoint that is gone; calls still running on it end with the process's close."""
+        """Drops the channel to an endpoint; calls still running on it may end by themselves first."""
         channel = self._channels.pop(endpoint, None)
         if channel is not None:
-            self._forgotten.append(channel)
+            task = spawn(channel.close(FORGET_GRACE_S), f"close {endpoint}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Closes all channels; running calls end with CANCELLED."""
-        channels = [*self._channels.values(), *self._forgotten]
+        for task in list(self._closing):
+            await end(task)
+        channels = list(self._channels.values())
         self._channels.clear()
-        self._forgotten.clear()
         for channel in channels:
             await channel.close()

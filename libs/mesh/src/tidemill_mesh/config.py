@@ -1,6 +1,7 @@
 """Typed settings of every service: frozen dataclasses, one loader, defaults < TOML < environment < flags."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from tidemill_mesh.config_fields import SettingError, SettingField, describe_fie
 from tidemill_mesh.config_sources import from_environment, from_flags, from_toml
 
 CONFIG_VERSION = 1
+_URL_CREDENTIALS = re.compile(r"//[^/@,]*@")
 
 T = TypeVar("T", bound="ServiceSettings")
 
@@ -84,6 +86,8 @@ def public_settings(settings: ServiceSettings) -> dict[str, Any]:
     shown = {}
     for item in describe_fields(type(settings)):
         value = getattr(settings, item.name)
+        if isinstance(value, str):
+            value = _URL_CREDENTIALS.sub("//(set)@", value)
         shown[item.name] = ("(set)" if value else "") if item.secret else value
     return shown
 

@@ -7,13 +7,18 @@ Nothing but three fixed paths is served: a web framework would be more code to k
 import asyncio
 import concurrent.futures
 import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import structlog
+
 from tidemill_mesh.metrics import CONTENT_TYPE
 
 SOCKET_TIMEOUT_S = 5.0
+
+log = structlog.get_logger()
 
 # (status, content type, body)
 Answer = tuple[int, str, bytes]
@@ -60,9 +65,18 @@ class StatusServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Health checks are not worth a line each."""
 
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
-        self._server: ThreadingHTTPServer = server_class((host.strip("[]"), port), Handler)
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+            def server_bind(self) -> None:
+                # HTTPServer's own would ask DNS for this host's name, which can take seconds.
+                socketserver.TCPServer.server_bind(self)
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                log.debug("status page request failed", peer=str(client_address), exc_info=True)
+
+        self._server = Server((host.strip("[]"), port), Handler)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="http", daemon=True

@@ -1,6 +1,7 @@
 """The latest load report of each cache domain, aged by the receiver's own clock."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from tidemill.mesh.v1 import common_pb2, events_pb2, membership_pb2
 from tidemill_mesh.bus import Bus, Subscription
 from tidemill_mesh.membership import InstanceView
 from tidemill_mesh.metrics import Metrics
+
+MAX_RETIRED_RUNS = 8
 
 DomainKey = tuple[str, int]
 
@@ -48,6 +51,8 @@ class LoadView:
     ) -> None:
         self.samples: dict[DomainKey, LoadSample] = {}
         self.on_report: list[Callable[[events_pb2.LoadReport], None]] = []
+        # Runs seen to be over: while etcd is away nothing else tells a thawed old process from a new one.
+        self._retired: dict[DomainKey, deque[tuple[str, str]]] = {}
         self._bus = bus
         self._instances = instances
         self._mesh = mesh
@@ -84,7 +89,12 @@ class LoadView:
         if reason:
             self._refused.labels(reason=reason).inc()
             return False
-        self.samples[report.domain.instance, report.domain.domain] = LoadSample(report, self._clock())
+        key = (report.domain.instance, report.domain.domain)
+        last = self.samples.get(key)
+        if last is not None and not _same_run(last.report.domain, report.domain):
+            runs = self._retired.setdefault(key, deque(maxlen=MAX_RETIRED_RUNS))
+            runs.append((last.report.domain.incarnation, last.report.domain.epoch))
+        self.samples[key] = LoadSample(report, self._clock())
         for callback in self.on_report:
             callback(report)
         return True
@@ -107,6 +117,9 @@ class LoadView:
         last = self.samples.get((domain.instance, domain.domain))
         if last is not None and _same_run(last.report.domain, domain) and report.sequence <= last.report.sequence:
             return "sequence"
+        run = (domain.incarnation, domain.epoch)
+        if run in self._retired.get((domain.instance, domain.domain), ()):
+            return "retired"
         return ""
 
     def _on_instance(
@@ -118,6 +131,8 @@ class LoadView:
             sample = self.samples[key].report.domain
             if new is None or sample.incarnation != new.incarnation:
                 del self.samples[key]
+        if new is None:
+            self._retired = {key: runs for key, runs in self._retired.items() if key[0] != old.instance}
 
 
 def _epoch_of(record: membership_pb2.MembershipRecord, domain: common_pb2.DomainRef) -> str:

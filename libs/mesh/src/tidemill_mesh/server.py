@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from tidemill_mesh.channels import ChannelOptions, transport_options
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.interceptor import Context, ErrorInterceptor
+from tidemill_mesh.tasks import end, spawn
 
 OVERALL = ""
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -82,12 +83,11 @@ async def serve_grpc(settings: ServiceSettings, servicers: Sequence[Servicer]) -
     health_pb2_grpc.add_HealthServicer_to_server(running.health, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     await server.start()
-    task = asyncio.create_task(running.apply_health(), name="grpc health")
+    task = spawn(running.apply_health(), "grpc health")
     try:
         yield running
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await end(task)
         await running.stop(0.0)
 
 

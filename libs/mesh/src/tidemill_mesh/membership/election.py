@@ -1,12 +1,17 @@
 """One leader among several processes: a key under a lease, and a fence that the holder checks before each act."""
 
 import asyncio
+import time
 
 import structlog
 
 from tidemill_mesh.config import ServiceSettings
+from tidemill_mesh.log import RateLimit
 from tidemill_mesh.membership.etcd import EtcdClient, EtcdError
 from tidemill_mesh.membership.lease import LeaseKeeper
+from tidemill_mesh.tasks import end, spawn, wait_up_to
+
+LOG_INTERVAL_S = 10.0
 
 log = structlog.get_logger()
 
@@ -24,6 +29,7 @@ class Election:
         self._held_lease = 0
         self._wake = asyncio.Event()
         self._keeper = LeaseKeeper(settings, ttl_s, self._on_lease, self._on_lost)
+        self._error_log = RateLimit(LOG_INTERVAL_S, time.monotonic)
         self._client: EtcdClient | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -35,29 +41,27 @@ class Election:
         """Starts the campaign; does not wait for etcd."""
         self._client = EtcdClient(self._settings)
         self._keeper.start()
-        self._task = asyncio.create_task(self._campaign(self._client), name="election")
+        self._task = spawn(self._campaign(self._client), "election")
 
     async def close(self) -> None:
         """Steps down; another one can lead at once if etcd answers."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end(self._task)
         await self._keeper.stop()
         if self._client is not None:
             await self._client.close()
 
     async def _campaign(self, client: EtcdClient) -> None:
         while True:
+            self._wake.clear()
             try:
                 await self._stand(client)
             except EtcdError as error:
-                log.warning("election waits for etcd", key=self._key, error=str(error))
+                if (suppressed := self._error_log.passes()) is not None:
+                    log.warning("election waits for etcd", key=self._key, error=str(error), more=suppressed)
                 await client.next_endpoint()
-            self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), self._ttl_s / 3)
-            except TimeoutError:
-                continue
+            except Exception:
+                log.exception("campaign failed", key=self._key)
+            await wait_up_to(self._wake.wait(), self._ttl_s / 3)
 
     async def _stand(self, client: EtcdClient) -> None:
         lease = self._keeper.lease

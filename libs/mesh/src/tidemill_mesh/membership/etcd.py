@@ -3,7 +3,7 @@
 aetcd's high-level client neither resumes watches nor passes channel options for keepalive, so only its stubs serve.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ class Change:
 
     key: str
     value: bytes | None
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -199,12 +200,13 @@ class EtcdClient:
         """All keys under the prefix."""
         start = prefix.encode()
         answer = await self._range(rpc.RangeRequest(key=start, range_end=prefix_end(start)))
-        items = {item.key.decode(): item.value for item in answer.kvs}
+        items = {_text(item.key): item.value for item in answer.kvs}
         return Listing(answer.header.cluster_id, answer.header.revision, items)
 
-    async def head(self) -> Listing:
+    async def head(self, prefix: str) -> Listing:
         """The cluster's id and revision, without keys; also shows that etcd answers."""
-        answer = await self._range(rpc.RangeRequest(key=b"\x00", limit=1, keys_only=True, serializable=False))
+        start = prefix.encode()
+        answer = await self._range(rpc.RangeRequest(key=start, range_end=prefix_end(start), count_only=True))
         return Listing(answer.header.cluster_id, answer.header.revision, {})
 
     async def put(self, key: str, value: bytes, lease: int) -> None:
@@ -212,10 +214,13 @@ class EtcdClient:
         request = rpc.PutRequest(key=key.encode(), value=value, lease=lease)
         await self._call(lambda: self._kv.Put(request, timeout=self._settings.liveness_s, metadata=self._token))
 
-    async def delete(self, key: str) -> None:
-        """Deletes a key, if it is there."""
-        request = rpc.DeleteRangeRequest(key=key.encode())
-        await self._call(lambda: self._kv.DeleteRange(request, timeout=self._settings.liveness_s, metadata=self._token))
+    async def delete(self, key: str, lease: int) -> None:
+        """Deletes a key if it lives under this lease: a successor may have written it meanwhile."""
+        name = key.encode()
+        ours = rpc.Compare(key=name, target=rpc.Compare.LEASE, result=rpc.Compare.EQUAL, lease=lease)
+        delete = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=name))
+        request = rpc.TxnRequest(compare=[ours], success=[delete])
+        await self._call(lambda: self._kv.Txn(request, timeout=self._settings.liveness_s, metadata=self._token))
 
     async def create(self, key: str, value: bytes, lease: int) -> Holder:
         """Makes the key unless it exists; in both cases says who holds it now."""
@@ -230,8 +235,8 @@ class EtcdClient:
         found = answer.responses[-1].response_range.kvs[0]
         return Holder(found.lease, found.create_revision, found.value)
 
-    async def watch(self, prefix: str, start_revision: int) -> AsyncIterator[tuple[int, list[Change]]]:
-        """Batches of (revision, changes) from start_revision on, the first empty when the watch stands."""
+    async def watch(self, prefix: str, start_revision: int) -> AsyncGenerator[list[Change], None]:
+        """Batches of changes from start_revision on; the first is empty and says that the watch stands."""
         start = prefix.encode()
         create = rpc.WatchCreateRequest(key=start, range_end=prefix_end(start), start_revision=start_revision)
         # A member cut off from its leader would stay silent; with this it ends the watch.
@@ -243,7 +248,7 @@ class EtcdClient:
                     raise Compacted(f"revision {start_revision} was compacted up to {answer.compact_revision}")
                 if answer.canceled:
                     raise EtcdError(f"watch cancelled: {answer.cancel_reason}")
-                yield answer.header.revision, [_change(event) for event in answer.events]
+                yield [_change(event) for event in answer.events]
             raise EtcdError("watch ended")
         except grpc.aio.AioRpcError as error:
             raise _translate(error) from error
@@ -278,5 +283,9 @@ class EtcdClient:
 
 
 def _change(event: Any) -> Change:
-    deleted = event.type == rpc.Event.DELETE
-    return Change(event.kv.key.decode(), None if deleted else event.kv.value)
+    value = None if event.type == rpc.Event.DELETE else event.kv.value
+    return Change(_text(event.kv.key), value, event.kv.mod_revision)
+
+
+def _text(key: bytes) -> str:
+    return key.decode("utf-8", "replace")

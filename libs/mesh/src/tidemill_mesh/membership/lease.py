@@ -64,7 +64,8 @@ class LeaseKeeper:
         """Revokes the lease, if etcd answers, and ends the thread."""
         self._stopping = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         client = LeaseClient(self._settings)

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Callable
 
 import structlog
@@ -10,10 +11,13 @@ from google.protobuf import json_format
 
 from tidemill.mesh.v1 import membership_pb2
 from tidemill_mesh.config import ServiceSettings
+from tidemill_mesh.log import RateLimit
 from tidemill_mesh.membership.etcd import EtcdClient, EtcdError, LeaseNotFound
 from tidemill_mesh.membership.lease import LeaseKeeper
+from tidemill_mesh.tasks import end, spawn, wait_up_to
 
 RETRY_S = 0.5
+LOG_INTERVAL_S = 10.0
 INSTANCE_ID = re.compile(r"[a-z0-9-]{1,63}")
 
 log = structlog.get_logger()
@@ -85,6 +89,7 @@ class Membership:
         self._registrations: list[Registration] = []
         self._wake = asyncio.Event()
         self._keeper = LeaseKeeper(settings, lease_ttl_s(settings.liveness_s), self._on_granted, self._on_lost)
+        self._error_log = RateLimit(LOG_INTERVAL_S, time.monotonic)
         self._client: EtcdClient | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -92,7 +97,7 @@ class Membership:
         """Starts keeping a lease; does not wait for etcd."""
         self._client = EtcdClient(self._settings)
         self._keeper.start()
-        self._task = asyncio.create_task(self._write_for_ever(self._client), name="membership")
+        self._task = spawn(self._write_for_ever(self._client), "membership")
 
     async def register(self, record: membership_pb2.MembershipRecord) -> Registration:
         """Puts a record into the mesh; returns when it is there, or when etcd is away (it follows by itself)."""
@@ -123,9 +128,7 @@ class Membership:
         for registration in list(self._registrations):
             await self.remove(registration)
         await self._keeper.stop()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end(self._task)
         if self._client is not None:
             await self._client.close()
 
@@ -133,32 +136,34 @@ class Membership:
         assert self._client is not None, "start() comes first"
         registration.settled.clear()
         self._wake.set()
-        try:
-            await asyncio.wait_for(registration.settled.wait(), self._settings.liveness_s)
-        except TimeoutError:
+        if not await wait_up_to(registration.settled.wait(), self._settings.liveness_s):
             log.warning("membership record is not in etcd yet", key=registration.key)
 
     async def _delete(self, key: str) -> None:
         assert self._client is not None, "start() comes first"
         try:
-            await self._client.delete(key)
+            await self._client.delete(key, self._keeper.lease)
         except EtcdError as error:
             log.warning("membership record left to expire with its lease", key=key, error=str(error))
 
     async def _write_for_ever(self, client: EtcdClient) -> None:
         while True:
-            await self._wake.wait()
+            woken = await wait_up_to(self._wake.wait(), lease_ttl_s(self._settings.liveness_s))
             self._wake.clear()
             try:
                 for registration in list(self._registrations):
-                    await self._write(client, registration)
+                    await (self._write(client, registration) if woken else self._restore(client, registration))
+                continue
             except LeaseNotFound:
                 self._keeper.check_now()
             except EtcdError as error:
-                log.warning("membership record not written", error=str(error))
+                if (suppressed := self._error_log.passes()) is not None:
+                    log.warning("membership record not written", error=str(error), more=suppressed)
                 await client.next_endpoint()
-                await asyncio.sleep(RETRY_S)
-                self._wake.set()
+            except Exception:
+                log.exception("membership record not written")
+            await asyncio.sleep(RETRY_S)
+            self._wake.set()
 
     async def _write(self, client: EtcdClient, registration: Registration) -> None:
         lease = self._keeper.lease
@@ -172,6 +177,15 @@ class Membership:
                 await self._delete(registration.key)
         if registration.payload() == wanted[1]:
             registration.settled.set()
+
+    async def _restore(self, client: EtcdClient, registration: Registration) -> None:
+        """Puts the record back if somebody deleted it, and notices a second process of the same instance id."""
+        lease = self._keeper.lease
+        if not lease or registration.written is None:
+            return
+        found = await client.create(registration.key, registration.payload(), lease)
+        if found.lease != lease:
+            log.error("another process has registered as this instance", key=registration.key)
 
     def _on_granted(self, lease: int) -> None:
         log.debug("lease granted", lease=lease)

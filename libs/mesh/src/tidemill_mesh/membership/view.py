@@ -10,8 +10,9 @@ from google.protobuf import json_format
 from tidemill.mesh.v1 import membership_pb2
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.log import RateLimit
-from tidemill_mesh.membership.etcd import Change, Compacted, EtcdClient, EtcdError, Listing
+from tidemill_mesh.membership.etcd import Compacted, EtcdClient, EtcdError, Listing
 from tidemill_mesh.membership.registration import instances_prefix
+from tidemill_mesh.tasks import end, spawn, wait_up_to
 
 RETRY_S = 0.5
 LOG_INTERVAL_S = 10.0
@@ -48,17 +49,13 @@ class InstanceView:
     async def start(self) -> None:
         """Starts watching; returns with the first view, or after a second without one."""
         self._client = EtcdClient(self._settings)
-        self._task = asyncio.create_task(self._follow_for_ever(self._client), name="instances")
-        try:
-            await asyncio.wait_for(self.synced.wait(), 1.0)
-        except TimeoutError:
+        self._task = spawn(self._follow_for_ever(self._client), "instances")
+        if not await wait_up_to(self.synced.wait(), 1.0):
             log.warning("etcd is not reachable yet; going on without a view of the mesh", etcd=self._settings.etcd)
 
     async def close(self) -> None:
         """Stops watching; the last view stays readable."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end(self._task)
         if self._client is not None:
             await self._client.close()
         self.connected = False
@@ -82,6 +79,8 @@ class InstanceView:
             except EtcdError as error:
                 if (suppressed := self._error_log.passes()) is not None:
                     log.warning("lost sight of etcd: keeping the last view", error=str(error), more=suppressed)
+            except Exception:
+                log.exception("following the mesh failed")
             self.connected = False
             await client.next_endpoint()
             await asyncio.sleep(RETRY_S)
@@ -89,7 +88,7 @@ class InstanceView:
     async def _resume_or_list(self, client: EtcdClient) -> None:
         """Lists unless the watch can go on: same cluster, and not set back to before what was seen."""
         if self._revision:
-            head = await client.head()
+            head = await client.head(self._prefix)
             if head.cluster == self._cluster and head.revision >= self._revision:
                 return
             log.warning("etcd has lost its history: listing again", revision=head.revision, seen=self._revision)
@@ -103,19 +102,20 @@ class InstanceView:
                 done, _ = await asyncio.wait([pending], timeout=self._settings.liveness_s)
                 if not done:
                     # Silence is normal; whether etcd still answers is asked for.
-                    await client.head()
+                    await client.head(self._prefix)
                     self._confirm()
                     continue
-                revision, changes = pending.result()
+                changes = pending.result()
                 pending = asyncio.ensure_future(anext(batches))
                 for change in changes:
-                    self._apply(change)
-                self._revision = max(self._revision, revision)
+                    self._apply(change.key, change.value)
+                    # Never the response's own revision: while a watch catches up that is ahead of its events.
+                    self._revision = max(self._revision, change.revision)
                 self._confirm()
         finally:
             pending.cancel()
-            await asyncio.wait([pending])
-            await batches.aclose()  # type: ignore[attr-defined]
+            await asyncio.gather(pending, return_exceptions=True)
+            await batches.aclose()
 
     def _confirm(self) -> None:
         self._confirmed = time.monotonic()
@@ -126,26 +126,26 @@ class InstanceView:
 
     def _replace(self, listing: Listing) -> None:
         for key in [key for key in self._by_key if key not in listing.items]:
-            self._apply(Change(key, None))
+            self._apply(key, None)
         for key, value in listing.items.items():
-            self._apply(Change(key, value))
+            self._apply(key, value)
         self._cluster, self._revision = listing.cluster, listing.revision
         self._confirm()
 
-    def _apply(self, change: Change) -> None:
-        known = self._by_key.get(change.key)
-        if change.value is None:
+    def _apply(self, key: str, value: bytes | None) -> None:
+        known = self._by_key.get(key)
+        if value is None:
             if known is not None:
-                del self._by_key[change.key]
+                del self._by_key[key]
                 if self.records.get(known.instance) is known:
                     del self.records[known.instance]
                     self._announce(known, None)
             return
-        record = _parse(change.key, change.value)
+        record = _parse(key, value)
         if record is None or record == known:
             return
         old = self.records.get(record.instance)
-        self._by_key[change.key] = self.records[record.instance] = record
+        self._by_key[key] = self.records[record.instance] = record
         self._announce(old, record)
 
     def _announce(self, old: Record | None, new: Record | None) -> None:

@@ -1,0 +1,37 @@
+"""Tasks that outlive a call: none ends unseen, and each is ended by who started it."""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger()
+
+
+def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """A task whose unexpected end is logged."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_report)
+    return task
+
+
+async def end(task: asyncio.Task[None] | None) -> None:
+    """Cancels a task and waits for it; None is allowed."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def wait_up_to(event: Awaitable[object], timeout_s: float) -> bool:
+    """Waits for an event; False when the time is over first."""
+    try:
+        await asyncio.wait_for(event, timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("task ended by an error", task=task.get_name(), exc_info=task.exception())
