@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from tidemill_local import processes
 from tidemill_local.processes import ProcessRecord
 
@@ -74,9 +75,7 @@ def test_stop_kills_what_does_not_listen(started, tmp_path):
 
 
 def test_kill_takes_the_children_of_its_session_along(started):
-    record = started(
-        "a", [sys.executable, "-c", f"import subprocess; print(subprocess.run({SLEEPER!r}))"]
-    )
+    record = started("a", [sys.executable, "-c", f"import subprocess; print(subprocess.run({SLEEPER!r}))"])
     children = Path(f"/proc/{record.pid}/task/{record.pid}/children").read_text().split()
     processes.kill(record)
     assert processes.wait_gone(record, 10)

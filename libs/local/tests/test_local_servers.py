@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tidemill_local import health, processes, servers
 from tidemill_local.cluster import LocalCluster, running_addresses
 from tidemill_local.home import Home
@@ -38,7 +39,7 @@ def test_a_killed_server_comes_back_at_the_same_address(home):
 
 def test_a_process_that_ends_while_it_starts_is_named_with_its_last_lines(home):
     record = processes.start("gone", ["sh", "-c", "echo no such thing; exit 3"], run_dir=home.run, log_dir=home.logs)
-    with pytest.raises(health.StartFailed, match="gone ended while it started; .*\nno such thing"):
+    with pytest.raises(health.StartFailed, match=r"gone ended while it started; .*\nno such thing"):
         health.wait_for(record, "healthy", lambda: False, 60)
 
 

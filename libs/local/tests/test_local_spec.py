@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tidemill_local.cli import parse_settings
 from tidemill_local.cluster import ClusterError, LocalCluster, load_spec, service_of, stop_stage
 from tidemill_local.home import Home
@@ -78,5 +79,5 @@ def test_set_takes_service_setting_and_value():
         "decode": {"tp_size": "2"},
         "all": {"log_level": "debug"},
     }
-    with pytest.raises(ClusterError, match="SERVICE.SETTING=VALUE"):
+    with pytest.raises(ClusterError, match=r"SERVICE\.SETTING=VALUE"):
         parse_settings(["decode=2"])

@@ -94,6 +94,7 @@ def up(home: Home, options: argparse.Namespace) -> int:
         grpc_port=options.grpc_port,
         prefill=options.prefill,
         decode=options.decode,
+        spare_workers=spare_workers(options.prefill + options.decode),
         settings=parse_settings(options.set),
     )
     cluster = LocalCluster(home, spec)
@@ -106,6 +107,11 @@ def up(home: Home, options: argparse.Namespace) -> int:
     print(f"\nOpenAI HTTP  http://{cluster.http_endpoint('gateway-1')}/v1   gRPC  {cluster.endpoint('gateway-1')}")
     print(f"state, logs and models  {home.root}   next: make status, make down")
     return 0
+
+
+def spare_workers(workers: int) -> int:
+    """One of each kind where there are cores for it: two workers on the cores of one only slow each other down."""
+    return 1 if (os.cpu_count() or 1) >= 2 * (workers + 2) else 0
 
 
 def parse_settings(given: list[str]) -> dict[str, dict[str, str]]:
@@ -122,17 +128,12 @@ def parse_settings(given: list[str]) -> dict[str, dict[str, str]]:
 
 def ask_both(cluster: LocalCluster) -> None:
     """The same question twice: by the gRPC client, then by HTTP."""
-    model = served_name(cluster.spec)
+    model = cluster.spec.served_name
     print(f"\ngRPC> {QUESTION}")
     answer = asyncio.run(ask_grpc(cluster.endpoint("gateway-1"), model, QUESTION, MAX_TOKENS))
     print(f"\n      {answer.summary()}\n\nHTTP> {QUESTION}")
     answer = ask_http(cluster.http_endpoint("gateway-1"), model, QUESTION, MAX_TOKENS)
     print(f"\n      {answer.summary()}")
-
-
-def served_name(spec: ClusterSpec) -> str:
-    """The name under which the spec's model is served."""
-    return spec.model_name or Path(spec.model).name
 
 
 def running_cluster(home: Home) -> LocalCluster:
@@ -176,7 +177,7 @@ def show_models(home: Home, options: argparse.Namespace) -> int:
 def ask_question(home: Home, options: argparse.Namespace) -> int:
     """Asks once and prints the figures."""
     cluster = running_cluster(home)
-    model = served_name(cluster.spec)
+    model = cluster.spec.served_name
     if options.http:
         answer = ask_http(cluster.http_endpoint("gateway-1"), model, options.question, options.max_tokens)
     else:

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 from tidemill_local import health, processes, servers
 from tidemill_local.home import Home, write_atomically
@@ -63,6 +62,7 @@ class LocalCluster:
         # Membership is all that etcd holds, and nobody is a member now.
         if not self.is_running("etcd"):
             shutil.rmtree(self.home.data / "etcd", ignore_errors=True)
+        self.home.bounds_file.unlink(missing_ok=True)
         write_atomically(self.home.state_file, json.dumps(self.spec.to_json(), indent=1) + "\n")
 
     def _start_servers(self, started: list[ProcessRecord]) -> Addresses:
@@ -96,7 +96,7 @@ class LocalCluster:
     def _wait_usable(self) -> None:
         """Routers see all workers, gateways list the model as ready."""
         workers = {instance for service, instance in self.spec.instances() if service in WORKERS}
-        model = self.spec.model_name or Path(self.spec.model).name
+        model = self.spec.served_name
         for service, instance in self.spec.instances():
             endpoint = self.endpoint(instance)
             if service == "router":

@@ -78,9 +78,9 @@ def nats_ok(host: str, port: int) -> bool:
 
 
 def service_ok(home: Home, record: ProcessRecord) -> bool:
-    """True if this very process has published its endpoints and says that it is ready."""
+    """True if this very process has published its endpoints and answers /health."""
     said = endpoints(home, record.name)
-    return said is not None and said.pid == record.pid and http_ok(said.http_endpoint, "/ready")
+    return said is not None and said.pid == record.pid and http_ok(said.http_endpoint, "/health")
 
 
 def router_sees(endpoint: str, workers: set[str]) -> bool:

@@ -43,6 +43,11 @@ class Home:
         return self.root / "worker_templates.json"
 
     @property
+    def bounds_file(self) -> Path:
+        """Replica bounds set at run time."""
+        return self.root / "autoscaler_bounds.json"
+
+    @property
     def secret_file(self) -> Path:
         """The deployment's cache secret."""
         return self.root / "cache_secret"

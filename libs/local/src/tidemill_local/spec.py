@@ -34,8 +34,15 @@ class ClusterSpec:
     decode: int = 1
     gateways: int = 1
     autoscalers: int = 1
+    # How many more of each kind of worker the autoscaler may start.
+    spare_workers: int = 1
     # Further settings by service, "all" for every one: {"prefill": {"tp_size": 2}}.
     settings: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+
+    @property
+    def served_name(self) -> str:
+        """The name under which the model is served."""
+        return self.model_name or Path(self.model).name
 
     def count(self, service: str) -> int:
         """Instances of a service."""
@@ -74,17 +81,27 @@ def service_settings(spec: ClusterSpec, home: Home, service: str, instance: str)
     """What a service is told beside the settings that all have."""
     secret = f"@{home.secret_file}"
     match service:
-        case "gateway" if instance == "gateway-1":
-            return {"port": spec.grpc_port, "http_port": spec.http_port, "cache_secret": secret}
         case "gateway":
-            return {"cache_secret": secret}
+            first = instance == "gateway-1"
+            ports: dict[str, Setting] = {"port": spec.grpc_port, "http_api_port": spec.http_port}
+            return {"cache_secret": secret, **(ports if first else dict.fromkeys(ports, 0))}
         case "prefill" | "decode":
-            model = {"model": spec.model, "model_name": spec.model_name or Path(spec.model).name}
-            return {**model, "aliases": spec.aliases, "cache_secret": secret}
+            return {
+                "model": spec.model,
+                "model_name": spec.served_name,
+                "aliases": spec.aliases,
+                "cache_secret": secret,
+            }
         case "kvstore":
             return {"data_dir": str(home.data / instance)}
         case "autoscaler":
-            return {"templates": str(home.templates_file), "log_dir": str(home.logs)}
+            bounds = {
+                f"{bound}_{role}": spec.count(role) + (spec.spare_workers if bound == "max" else 0)
+                for role in WORKERS
+                for bound in ("min", "max")
+            }
+            files = {"templates": home.templates_file, "log_dir": home.logs, "bounds_file": home.bounds_file}
+            return {**bounds, **{name: str(path) for name, path in files.items()}, "model": spec.served_name}
     return {}
 
 

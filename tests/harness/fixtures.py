@@ -1,0 +1,76 @@
+"""Fixtures of tests that start whole clusters."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.running import RunningCluster
+from tidemill_local.home import Home
+from tidemill_local.models import ensure_smollm2, run_loader
+
+LIVE: list[RunningCluster] = []
+
+Checkpoint = Callable[[str], Path]
+StartCluster = Callable[..., RunningCluster]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Gives the folder of a tiny random checkpoint by architecture (llama, qwen2, qwen3, toy), made once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def get(architecture: str) -> Path:
+        folder = root / f"tiny-{architecture}"
+        if not folder.exists():
+            run_loader("tiny", "--architecture", architecture, "--out", str(folder))
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of SmolLM2-135M-Instruct, kept in TIDEMILL_HOME if that is set."""
+    home = Home(Path(os.environ.get("TIDEMILL_HOME") or tmp_path_factory.mktemp("home")))
+    home.prepare()
+    return ensure_smollm2(home)
+
+
+@pytest.fixture
+def start_cluster(checkpoint: Checkpoint) -> Iterator[StartCluster]:
+    """Starts clusters of one test: start_cluster(prefill=2, settings={"decode": {"tp_size": 2}}, model=..., ...)."""
+    started: list[RunningCluster] = []
+
+    def start(*, model: Path | None = None, **spec: Any) -> RunningCluster:
+        cluster = RunningCluster.start(model or checkpoint("llama"), **spec)
+        started.append(cluster)
+        LIVE.append(cluster)
+        return cluster
+
+    yield start
+    for cluster in started:
+        LIVE.remove(cluster)
+        cluster.remove()
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Checkpoint) -> Iterator[RunningCluster]:
+    """One cluster of the tiny model for all tests of a module that leave it whole."""
+    made = RunningCluster.start(checkpoint("llama"))
+    LIVE.append(made)
+    yield made
+    LIVE.remove(made)
+    made.remove()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """A failed test's report shows the ends of its cluster's logs."""
+    report = yield
+    if report.failed:
+        for live in LIVE:
+            report.sections.append((f"logs of {live.home.root}", live.logs()))
+    return report
