@@ -11,7 +11,7 @@ from tidemill_kvcache.runs import CacheEvent, Cleared, StoredRun
 from tidemill_kvcache.sequence import CachedSequence
 
 BLOCK = 2
-NUM_BLOCKS = 12
+NUM_BLOCKS = 10
 ROOT = chain_root(b"model", b"")
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -144,6 +144,17 @@ class CacheMachine(RuleBasedStateMachine):
         live.path, live.matched = [], 0
         self.model.stamp_released(before)
         self.cache.free(live.seq)
+
+    @rule(target=requests, ids=prompts, stay=st.booleans())
+    def serve(self, ids: list[int], stay: bool) -> Live:
+        """A whole request at once, so that short sequences of steps reach pressure and sharing."""
+        live = self.open(ids)
+        self.match(live, len(ids) - 1)
+        self.allocate(live, len(ids))
+        self.commit(live, len(ids))
+        if not stay:
+            self.free(live)
+        return live
 
     @rule(target=pins, ids=prompts, skip=st.integers(0, 2))
     def pin(self, ids: list[int], skip: int) -> int:
