@@ -1,0 +1,156 @@
+"""One rank process and the socket on which it takes commands and reports."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tidemill_engine import messages
+from tidemill_worker.frames import FrameError, pack_frame, read_frame
+
+KILL_WAIT_S = 5.0
+
+
+class RankStartError(Exception):
+    """A rank did not become ready; the message says why."""
+
+
+class RankLink:
+    """Starts a rank, reads its reports and tells when it is gone.
+
+    Each rank has a socket of its own, so that a connection needs no introduction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        socket_path: Path,
+        log_path: Path | None,
+        on_reports: Callable[[list[messages.Report]], None],
+    ) -> None:
+        self.name = name
+        self.last_report_at = time.monotonic()
+        self._argv = [*argv, "--socket", str(socket_path)]
+        self._env = dict(env)
+        self._socket_path = socket_path
+        self._log_path = log_path
+        self._on_reports = on_reports
+        self._ready: asyncio.Future[messages.RankReady] = asyncio.get_running_loop().create_future()
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._last_words = ""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 before it was started."""
+        return self._process.pid if self._process else 0
+
+    async def start(self, timeout_s: float) -> messages.RankReady:
+        """Spawns the process and waits for its RankReady; raises RankStartError."""
+        self._server = await asyncio.start_unix_server(self._accept, path=str(self._socket_path))
+        log = open(self._log_path, "ab") if self._log_path else None  # noqa: ASYNC230, SIM115
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log or sys.stderr.fileno(),
+                stderr=log or sys.stderr.fileno(),
+                env=self._env,
+                start_new_session=True,
+            )
+        finally:
+            if log:
+                log.close()
+        self._tasks.append(asyncio.create_task(self._wait_exit(), name=f"{self.name} exit"))
+        waiting: list[asyncio.Future[messages.RankReady] | asyncio.Future[str]] = [self._ready, self._gone]
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._ready.done():
+            return self._ready.result()
+        if self._gone.done():
+            raise RankStartError(f"{self.name} {self._gone.result()}")
+        raise RankStartError(f"{self.name} was not ready within {timeout_s:g} s")
+
+    def send(self, commands: Sequence[messages.Command]) -> None:
+        """Queues commands in one frame; a rank that is gone takes none."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack_frame(messages.encode(list(commands))))
+
+    async def gone(self) -> str:
+        """Waits until the process has ended or its socket is closed; returns why, in words."""
+        return await asyncio.shield(self._gone)
+
+    async def kill(self) -> None:
+        """Ends the process at once and frees socket and tasks; may be called at any time."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), KILL_WAIT_S)
+        if self._writer is not None:
+            self._writer.close()
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket_path.unlink(missing_ok=True)
+        self._end("was ended by its service")
+        if not self._ready.done():
+            self._ready.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            writer.close()
+            return
+        self._writer = writer
+        # The stream's own task is not tracked by asyncio's server on 3.11; ours is cancelled in kill().
+        self._tasks.append(asyncio.create_task(self._read(reader), name=f"{self.name} reports"))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (body := await read_frame(reader)) is not None:
+                self.last_report_at = time.monotonic()
+                self._take(messages.decode_reports(body))
+        except (FrameError, msgspec.DecodeError) as error:
+            self._end(f"sent a malformed report: {error}")
+            return
+        await self._say_why_gone()
+
+    def _take(self, reports: list[messages.Report]) -> None:
+        for report in reports:
+            if isinstance(report, messages.RankFailed):
+                self._last_words = report.message
+            elif isinstance(report, messages.RankReady) and not self._ready.done():
+                self._ready.set_result(report)
+        self._on_reports(reports)
+
+    async def _say_why_gone(self) -> None:
+        """The socket closed; the exit status that explains it follows within moments, if the process did end."""
+        assert self._process is not None, "a rank reports only after it was started"
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), 0.5)
+        self._end("closed its socket" if self._process.returncode is None else self._exit_words())
+
+    async def _wait_exit(self) -> None:
+        assert self._process is not None, "the process was started"
+        await self._process.wait()
+        self._end(self._exit_words())
+
+    def _exit_words(self) -> str:
+        code = self._process.returncode if self._process else None
+        assert code is not None, "the process has ended"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _end(self, reason: str) -> None:
+        if not self._gone.done():
+            self._gone.set_result(f"{reason}: {self._last_words}" if self._last_words else reason)
