@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tidemill_autoscaler.actuator import ActuatorError, LocalActuator, NoActuator, read_templates
 from tidemill_local import processes
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from tidemill_autoscaler.decision import Action, Decision, PoolPlanner
 from tidemill_autoscaler.observation import Observation, Pending, Worker
 from tidemill_autoscaler.policy import Bounds, Policy

@@ -1,9 +1,11 @@
-"""The decision against a simulated pool: load shared by its workers, starts that take time, fail or run slow at first."""
+"""The decision against a simulated pool: its workers share the load; starts take time, fail or are slow at first."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+
 from tidemill_autoscaler.decision import Action, PoolPlanner
 from tidemill_autoscaler.observation import Observation, Pending, Worker
 from tidemill_autoscaler.policy import Bounds, Policy
@@ -147,7 +149,7 @@ def test_whatever_the_load_the_size_stays_in_bounds_and_changes_one_at_a_time(ph
             assert len(pool.starting) <= 1
             assert after <= max(1, low + extra)
     stops = [at for at, action in pool.changes if action is Action.STOP]
-    assert all(later - earlier >= POLICY.cooldown_s for earlier, later in zip(stops, stops[1:], strict=False))
+    assert all(later - earlier >= POLICY.cooldown_s for earlier, later in itertools.pairwise(stops))
 
 
 @settings(max_examples=60, deadline=None)

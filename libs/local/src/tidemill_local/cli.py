@@ -20,6 +20,7 @@ from tidemill_local.health import StartFailed
 from tidemill_local.home import Home, default_home
 from tidemill_local.servers import ServerMissing
 from tidemill_local.spec import ClusterSpec
+from tidemill_mesh import log as logs
 
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 48
@@ -29,6 +30,7 @@ EXPECTED = (ClusterError, StartFailed, ServerMissing, models.ModelFailed, AskFai
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     options = parser().parse_args(argv)
+    logs.configure("console", "warning", "tidemill", "cli")
     command: Callable[[Home, argparse.Namespace], int] = options.command
     try:
         return command(default_home(), options)
@@ -63,9 +65,9 @@ def parser() -> argparse.ArgumentParser:
     drain = command("drain", drain_worker, "Let a worker finish what it has and leave.")
     drain.add_argument("instance")
     drain.add_argument("--deadline-s", type=float, default=30.0)
-    logs = command("logs", show_logs, "Show the end of a process's log, or name the processes.")
-    logs.add_argument("name", nargs="?")
-    logs.add_argument("--lines", type=int, default=50)
+    log = command("logs", show_log, "Show the end of a process's log, or name the processes.")
+    log.add_argument("name", nargs="?")
+    log.add_argument("--lines", type=int, default=50)
     return top
 
 
@@ -196,7 +198,7 @@ def drain_worker(home: Home, options: argparse.Namespace) -> int:
     return 0
 
 
-def show_logs(home: Home, options: argparse.Namespace) -> int:
+def show_log(home: Home, options: argparse.Namespace) -> int:
     """Prints one log's end."""
     records = {record.name: record for record in processes.read_all(home.run)}
     if options.name in records:

@@ -91,7 +91,8 @@ class LocalCluster:
         for _, instance in self.spec.instances():
             record = self.record(instance)
             health.wait_for(record, "healthy", partial(health.service_ok, self.home, record), self._timeout_s)
-            self._say(f"{instance} is healthy (process {record.pid})")
+            if record in started:
+                self._say(f"{instance} is healthy (process {record.pid})")
 
     def _wait_usable(self) -> None:
         """Routers see all workers, gateways list the model as ready."""
