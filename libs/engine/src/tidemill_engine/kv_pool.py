@@ -114,9 +114,7 @@ class KVPool:
         per_block_snapshots: bool = False,
     ) -> np.ndarray:
         """uint8 bytes in canonical form, values in the pool's own dtype."""
-        views = list(
-            self._views(block_ids, head_start, head_end, sequence_slot, snapshot_ids, per_block_snapshots)
-        )
+        views = list(self._views(block_ids, head_start, head_end, sequence_slot, snapshot_ids, per_block_snapshots))
         out = np.empty(sum(view.nbytes for _, view in views), np.uint8)
         offset = 0
         for _, view in views:
@@ -135,10 +133,8 @@ class KVPool:
         snapshot_ids: Sequence[int] = (),
         per_block_snapshots: bool = False,
     ) -> None:
-        """Writes canonical bytes whose paged and window values are `source_dtype`; raises ValueError on a wrong size."""
-        places = list(
-            self._views(block_ids, head_start, head_end, sequence_slot, snapshot_ids, per_block_snapshots)
-        )
+        """Writes canonical bytes with paged and window values in `source_dtype`; raises ValueError on a wrong size."""
+        places = list(self._views(block_ids, head_start, head_end, sequence_slot, snapshot_ids, per_block_snapshots))
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
         offset = 0
         for spec, view in places:
@@ -164,7 +160,9 @@ class KVPool:
         per_block_snapshots: bool,
     ) -> Iterator[tuple[KVGroupSpec, np.ndarray]]:
         """Pool memory in the order of the canonical form."""
-        paged = [(s, self._heads(s, self.slabs[s.name], head_start, head_end)) for s in self.groups if s.kind == "paged"]
+        paged = [
+            (s, self._heads(s, self.slabs[s.name], head_start, head_end)) for s in self.groups if s.kind == "paged"
+        ]
         kept = [s for s in self.groups if is_per_sequence(s)]
         snapshots = [(s, self._heads(s, self.snapshots[s.name], head_start, head_end)) for s in kept]
         for i, block_id in enumerate(block_ids):

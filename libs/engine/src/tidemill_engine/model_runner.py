@@ -163,7 +163,8 @@ class RowTables:
 
     def num_outputs(self, rows: np.ndarray) -> np.ndarray:
         """Output tokens so far."""
-        return self.num_tokens[rows] - self.prompt_tokens[rows]
+        counts: np.ndarray = self.num_tokens[rows] - self.prompt_tokens[rows]
+        return counts
 
     def batch(self, scheduled: list[ScheduledRow], null_block: int) -> tuple[ForwardBatch, np.ndarray]:
         """The step's tokens, and the blocks that it writes from their beginning."""

@@ -71,9 +71,7 @@ class TorchReference:
             slab[chunk.slot] = state
         return out
 
-    def _decode_window(
-        self, ring: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
+    def _decode_window(self, ring: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         batch = self._current()
         size = ring.shape[2]
         positions = batch.positions[: batch.num_decode]
@@ -113,9 +111,7 @@ def causal_hidden(start: int, num_queries: int, first_key: int, end_key: int, wi
     return hidden | (keys <= queries - window) if window else hidden
 
 
-def _chunk_window(
-    ring: torch.Tensor, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
+def _chunk_window(ring: torch.Tensor, chunk: Chunk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     size = ring.shape[1]
     first = max(0, chunk.start - size)
     end = chunk.start + chunk.num_tokens

@@ -57,7 +57,7 @@ def _paths_by_name(model_dir: Path) -> dict[str, Path]:
         paths = {name: model_dir / file for name, file in weight_map.items()}
     elif (model_dir / SINGLE_NAME).is_file():
         with safe_open(model_dir / SINGLE_NAME, framework="pt") as file:
-            paths = {name: model_dir / SINGLE_NAME for name in file.keys()}  # noqa: SIM118 - not a mapping
+            paths = dict.fromkeys(file.keys(), model_dir / SINGLE_NAME)
     else:
         raise CheckpointError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}")
     missing = sorted({path.name for path in paths.values() if not path.is_file()})

@@ -15,7 +15,7 @@ from tidemill_engine.parallel.tp import TensorParallel
 
 
 def load_model(model_dir: Path, kv_dtype: str, tp: TensorParallel) -> Model:
-    """Raises CheckpointError for what is missing or not supported, ValueError for a size that tp_size does not divide."""
+    """Raises CheckpointError for what is missing or unknown, ValueError for a size that tp_size does not divide."""
     config = read_config(model_dir)
     source = WeightSource(Checkpoint(model_dir), tp, make_full_precision)
     if config.architecture == TOY_ARCHITECTURE:

@@ -87,9 +87,7 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
 
 
-def _tensors(
-    reader: GGUFReader, fields: dict[str, Any], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(reader: GGUFReader, fields: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)

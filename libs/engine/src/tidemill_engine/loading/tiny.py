@@ -109,9 +109,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         mixer = _state_shapes(config) if is_state_layer(config, layer) else _attention_shapes(config)
         shapes |= {f"{prefix}.{name}": shape for name, shape in mixer.items()}
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+        for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            bias = bool(config.get("mlp_bias"))
+            shapes |= _matrix(f"{prefix}.mlp.{part}_proj", rows, columns, bias)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
@@ -126,16 +126,20 @@ def is_state_layer(config: dict[str, Any], layer: int) -> bool:
 def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    llama_bias = bool(config.get("attention_bias"))
+    qkv_bias = llama_bias or config["architectures"] == ["Qwen2ForCausalLM"]
     shapes: dict[str, tuple[int, ...]] = {}
     for part, rows in (("q", q), ("k", kv), ("v", kv)):
-        shapes[f"self_attn.{part}_proj.weight"] = (rows, hidden)
-        if config["architectures"] == ["Qwen2ForCausalLM"]:
-            shapes[f"self_attn.{part}_proj.bias"] = (rows,)
+        shapes |= _matrix(f"self_attn.{part}_proj", rows, hidden, qkv_bias)
     if config["architectures"] == ["Qwen3ForCausalLM"]:
         shapes["self_attn.q_norm.weight"] = (dim,)
         shapes["self_attn.k_norm.weight"] = (dim,)
-    shapes["self_attn.o_proj.weight"] = (hidden, q)
-    return shapes
+    return shapes | _matrix("self_attn.o_proj", hidden, q, llama_bias)
+
+
+def _matrix(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return weight | ({f"{name}.bias": (rows,)} if bias else {})
 
 
 def _state_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -157,9 +161,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    write_tokenizer_config(
-        folder, chat_template=CHAT_TEMPLATE, context_tokens=CONTEXT_TOKENS, special_tokens=special
-    )
+    write_tokenizer_config(folder, chat_template=CHAT_TEMPLATE, context_tokens=CONTEXT_TOKENS, special_tokens=special)
 
 
 def main() -> None:

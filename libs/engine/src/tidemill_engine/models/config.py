@@ -107,7 +107,7 @@ def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "dynamic":
         raise CheckpointError(
-            "rope scaling 'dynamic' is not supported: its frequencies change with the length, so cached KV would be wrong"
+            "rope scaling 'dynamic' is not supported: its frequencies change with the length, cached KV would be wrong"
         )
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise CheckpointError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3, yarn")

@@ -109,7 +109,7 @@ class DenseModel:
     def __init__(self, config: ModelConfig, source: WeightSource, kv_dtype: str) -> None:
         self.vocab_size = config.vocab_size
         self.context_tokens = config.context_tokens
-        self.groups = (paged_group(PAGED, range(config.num_layers), config, kv_dtype),)
+        self.groups: tuple[KVGroupSpec, ...] = (paged_group(PAGED, range(config.num_layers), config, kv_dtype),)
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_tokens)
         self.embeddings = Embeddings(config, source)
         self.layers = [DenseLayer(config, source, index) for index in range(config.num_layers)]

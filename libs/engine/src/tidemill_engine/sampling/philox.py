@@ -27,9 +27,12 @@ def philox(counter: Words, key: tuple[np.ndarray, np.ndarray]) -> Words:
     k0, k1 = key
     for _ in range(_ROUNDS):
         low, high = c0 * np.uint64(_MULTIPLIERS[0]), c2 * np.uint64(_MULTIPLIERS[1])
-        c0, c1, c2, c3 = (high >> np.uint64(32)) ^ c1 ^ k0, high & np.uint64(_LOW), (
-            low >> np.uint64(32)
-        ) ^ c3 ^ k1, low & np.uint64(_LOW)
+        c0, c1, c2, c3 = (
+            (high >> np.uint64(32)) ^ c1 ^ k0,
+            high & np.uint64(_LOW),
+            (low >> np.uint64(32)) ^ c3 ^ k1,
+            low & np.uint64(_LOW),
+        )
         k0, k1 = (k0 + np.uint64(_WEYL[0])) & np.uint64(_LOW), (k1 + np.uint64(_WEYL[1])) & np.uint64(_LOW)
     return c0, c1, c2, c3
 
