@@ -11,7 +11,7 @@ def plan_decodes(state: SchedulerState, plan: StepPlan, max_rows: int, now_s: fl
     """Adds decode rows up to `max_rows` in all: those that waited longest, and among them the strongest grow first."""
     ready = []
     for request in state.running:
-        if not request.is_decoding or request in plan.decodes:
+        if not request.is_decoding or request in plan.decodes or request in plan.chunks:
             continue
         if request.credit_tokens > 0:
             ready.append(request)
