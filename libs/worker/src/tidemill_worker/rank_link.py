@@ -1,19 +1,22 @@
 """One rank process and the socket on which it takes commands and reports."""
 
 import asyncio
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from tidemill_engine import messages
+from tidemill_worker.child_process import ChildProcess
 from tidemill_worker.frames import FrameError, pack_frame, read_frame
 
 KILL_WAIT_S = 5.0
+EXPLAIN_S = 0.5
+
+log = structlog.get_logger()
 
 
 class RankStartError(Exception):
@@ -44,9 +47,10 @@ class RankLink:
         self._on_reports = on_reports
         self._ready: asyncio.Future[messages.RankReady] = asyncio.get_running_loop().create_future()
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._reader: asyncio.Task[None] | None = None
         self._last_words = ""
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -58,19 +62,7 @@ class RankLink:
     async def start(self, timeout_s: float) -> messages.RankReady:
         """Spawns the process and waits for its RankReady; raises RankStartError."""
         self._server = await asyncio.start_unix_server(self._accept, path=str(self._socket_path))
-        log = open(self._log_path, "ab") if self._log_path else None  # noqa: ASYNC230, SIM115
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log or sys.stderr.fileno(),
-                stderr=log or sys.stderr.fileno(),
-                env=self._env,
-                start_new_session=True,
-            )
-        finally:
-            if log:
-                log.close()
+        self._process = ChildProcess(self._argv, self._env, self._log_path)
         self._tasks.append(asyncio.create_task(self._wait_exit(), name=f"{self.name} exit"))
         waiting: list[asyncio.Future[messages.RankReady] | asyncio.Future[str]] = [self._ready, self._gone]
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -91,9 +83,8 @@ class RankLink:
 
     async def kill(self) -> None:
         """Ends the process at once and frees socket and tasks; may be called at any time."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None:
+            self._process.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), KILL_WAIT_S)
         if self._writer is not None:
@@ -113,8 +104,8 @@ class RankLink:
             writer.close()
             return
         self._writer = writer
-        # The stream's own task is not tracked by asyncio's server on 3.11; ours is cancelled in kill().
-        self._tasks.append(asyncio.create_task(self._read(reader), name=f"{self.name} reports"))
+        self._reader = asyncio.create_task(self._read(reader), name=f"{self.name} reports")
+        self._tasks.append(self._reader)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -123,8 +114,11 @@ class RankLink:
                 self._take(messages.decode_reports(body))
         except (FrameError, msgspec.DecodeError) as error:
             self._end(f"sent a malformed report: {error}")
-            return
-        await self._say_why_gone()
+        except Exception as error:
+            log.error("reports could not be handled", rank=self.name, exc_info=error)
+            self._end(f"sent reports that could not be handled: {type(error).__name__}")
+        else:
+            await self._say_why_gone()
 
     def _take(self, reports: list[messages.Report]) -> None:
         for report in reports:
@@ -138,18 +132,16 @@ class RankLink:
         """The socket closed; the exit status that explains it follows within moments, if the process did end."""
         assert self._process is not None, "a rank reports only after it was started"
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 0.5)
-        self._end("closed its socket" if self._process.returncode is None else self._exit_words())
+            await asyncio.wait_for(self._process.wait(), EXPLAIN_S)
+        self._end("closed its socket" if self._process.running else self._process.exit_words)
 
     async def _wait_exit(self) -> None:
         assert self._process is not None, "the process was started"
         await self._process.wait()
-        self._end(self._exit_words())
-
-    def _exit_words(self) -> str:
-        code = self._process.returncode if self._process else None
-        assert code is not None, "the process has ended"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        if self._reader is not None:
+            # Its last words may still be in the socket.
+            await asyncio.wait([self._reader], timeout=EXPLAIN_S)
+        self._end(self._process.exit_words)
 
     def _end(self, reason: str) -> None:
         if not self._gone.done():
