@@ -72,7 +72,7 @@ class Channels:
     def __init__(self, settings: ServiceSettings) -> None:
         self._settings = settings
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._forgotten: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
 
     def get(self, endpoint: str) -> grpc.aio.Channel:
         """The channel to an endpoint, opened at its first use."""
@@ -85,15 +85,18 @@ class Channels:
         """Drops the channel to an endpoint; calls still running on it may end by themselves first."""
         channel = self._channels.pop(endpoint, None)
         if channel is not None:
-            task = spawn(channel.close(FORGET_GRACE_S), f"close {endpoint}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._forgotten[channel] = spawn(self._close_later(channel), f"close {endpoint}")
 
     async def close(self) -> None:
         """Closes all channels; running calls end with CANCELLED."""
-        for task in list(self._closing):
+        forgotten, self._forgotten = self._forgotten, {}
+        for task in forgotten.values():
             await end(task)
-        channels = list(self._channels.values())
+        channels = [*self._channels.values(), *forgotten]
         self._channels.clear()
         for channel in channels:
             await channel.close()
+
+    async def _close_later(self, channel: grpc.aio.Channel) -> None:
+        await channel.close(FORGET_GRACE_S)
+        self._forgotten.pop(channel, None)

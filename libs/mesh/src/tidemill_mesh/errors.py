@@ -9,8 +9,10 @@ from tidemill.v1 import errors_pb2
 from tidemill.v1.errors_pb2 import ErrorCode
 
 STATUS_DETAILS_KEY = client_errors.STATUS_DETAILS_KEY
-# Trailers share one 8 KiB limit with what else travels in them.
-MAX_MESSAGE_CHARS = 1024
+# Trailers larger than 8 KiB may be refused by the receiving side, and every byte of a message travels up to six times:
+# percent-encoded in grpc-message and twice, in base64, in the details.
+MAX_MESSAGE_BYTES = 640
+MAX_FIELD_BYTES = 128
 
 _STATUSES: tuple[tuple["ErrorCode.ValueType", grpc.StatusCode, int], ...] = (
     (errors_pb2.ERROR_CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT, 400),
@@ -54,9 +56,9 @@ class MeshError(Exception):
         """The form that travels."""
         return errors_pb2.ErrorDetail(
             code=self.code,
-            message=self.message[:MAX_MESSAGE_CHARS],
-            field=self.field[:MAX_MESSAGE_CHARS],
-            limit=self.limit[:MAX_MESSAGE_CHARS],
+            message=_cut(self.message, MAX_MESSAGE_BYTES),
+            field=_cut(self.field, MAX_FIELD_BYTES),
+            limit=_cut(self.limit, MAX_FIELD_BYTES),
             retry_after_s=self.retry_after_s,
         )
 
@@ -66,6 +68,11 @@ class MeshError(Exception):
         return cls(
             detail.code, detail.message, field=detail.field, limit=detail.limit, retry_after_s=detail.retry_after_s
         )
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    encoded = text.encode("utf-8", "replace")
+    return text if len(encoded) <= max_bytes else encoded[: max_bytes - 3].decode("utf-8", "ignore") + "..."
 
 
 def code_name(code: "ErrorCode.ValueType") -> str:

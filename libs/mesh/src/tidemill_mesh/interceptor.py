@@ -87,8 +87,9 @@ async def _abort(method: str, context: Context, error: BaseException) -> NoRetur
         # The call itself was cancelled: there is nobody left to answer.
         raise error
     failure = _to_mesh_error(method, error)
-    trailers = (*(context.trailing_metadata() or ()), (STATUS_DETAILS_KEY, to_status(failure).SerializeToString()))
-    await context.abort(GRPC_STATUS[failure.code], failure.message, trailing_metadata=trailers)
+    status = to_status(failure)
+    trailers = (*(context.trailing_metadata() or ()), (STATUS_DETAILS_KEY, status.SerializeToString()))
+    await context.abort(GRPC_STATUS[failure.code], status.message, trailing_metadata=trailers)
 
 
 def _to_mesh_error(method: str, error: BaseException) -> MeshError:
