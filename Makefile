@@ -74,7 +74,7 @@ bench: setup ## Run one benchmark: make bench NAME=serving.
 bench-deps: ## Install the peers that benchmarks compare with, in an environment of their own.
 	PYTHON=$(PYTHON) bench/deps.sh $(TIDEMILL_HOME)/peers
 
-test-compose: ## Prove deploy/compose for real (root, Debian, Docker; README.md says what it needs).
+test-compose: setup ## Prove deploy/compose for real (root, Debian, Docker; README.md says what it needs).
 	deploy/compose/test_compose.sh
 
 constraints: setup ## Write constraints-cpu.txt anew from what is installed.

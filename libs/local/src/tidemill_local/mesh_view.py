@@ -1,6 +1,8 @@
 """The mesh as an operator sees it: members from etcd, and what each says of itself by gRPC."""
 
 import asyncio
+import http.client
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,10 +84,33 @@ def member_order(member: Member) -> tuple[int, str]:
 async def ask_member(record: MembershipRecord) -> Member:
     """One member with its answer, or why there is none."""
     try:
+        if record.role == Role.ROLE_GATEWAY:
+            return Member(record, await asyncio.to_thread(gateway_status, record.http_endpoint))
         async with grpc.aio.insecure_channel(record.endpoint) as channel:
             return Member(record, await status_of(record.role, channel))
     except grpc.aio.AioRpcError as error:
         return Member(record, problem=f"{error.code().name}: {error.details()}")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Member(record, problem=f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class GatewayStatus:
+    """A gateway has no status call of its own in the mesh; it tells its holds by HTTP, to this machine only."""
+
+    holds: Mapping[str, int]
+
+
+def gateway_status(endpoint: str) -> GatewayStatus:
+    """What a gateway holds; none known where it does not tell."""
+    connection = http.client.HTTPConnection(endpoint, timeout=RPC_TIMEOUT_S)
+    try:
+        connection.request("GET", "/debug/holds")
+        response = connection.getresponse()
+        body = response.read()
+        return GatewayStatus(json.loads(body) if response.status == 200 else {})
+    finally:
+        connection.close()
 
 
 async def status_of(role: "Role.ValueType", channel: grpc.aio.Channel) -> Any:

@@ -41,6 +41,8 @@ def figures(member: Member) -> tuple[str, str, str, str]:
         case Role.ROLE_KVSTORE:
             used = f"{status.blocks} ({mebibytes(status.used_bytes)} of {mebibytes(status.capacity_bytes)})"
             return ("-", "-", used, "-")
+        case Role.ROLE_GATEWAY:
+            return ("-", str(status.holds.get("requests", "-")), "-", "-")
     return ("-",) * 4
 
 
