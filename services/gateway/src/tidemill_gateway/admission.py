@@ -1,0 +1,113 @@
+"""Which requests may run now: places, a bounded queue for them, live request ids, and the drain."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tidemill.v1 import errors_pb2
+from tidemill_mesh.errors import MeshError
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Bounds of what is taken in."""
+
+    running: int
+    queued: int
+    per_tenant: int
+    """0: no limit."""
+    queue_wait_s: float
+
+
+class Admission:
+    """Counts and orders live requests; first come, first served."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.draining = False
+        self.running = 0
+        self.live_ids: set[str] = set()
+        self._limits = limits
+        self._tenants: Counter[str] = Counter()
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._queue)
+
+    @asynccontextmanager
+    async def admit(self, request_id: str, tenant: str) -> AsyncIterator[None]:
+        """A place for the time of the block; refused at once when there is no room to wait."""
+        self._check(request_id, tenant)
+        self.live_ids.add(request_id)
+        self._tenants[tenant] += 1
+        self._idle.clear()
+        try:
+            await self._take_place()
+            try:
+                yield
+            finally:
+                self._give_place()
+        finally:
+            self.live_ids.discard(request_id)
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
+            if not self.live_ids:
+                self._idle.set()
+
+    def drain(self) -> None:
+        """Takes nothing new from now on; what runs may finish."""
+        self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Returns when nothing is live."""
+        await self._idle.wait()
+
+    def _check(self, request_id: str, tenant: str) -> None:
+        if self.draining:
+            raise MeshError(errors_pb2.ERROR_CODE_UNAVAILABLE, "this gateway is shutting down", retry_after_s=0.5)
+        if request_id in self.live_ids:
+            raise MeshError(
+                errors_pb2.ERROR_CODE_ALREADY_EXISTS, f"request {request_id!r} is alive here", field="request_id"
+            )
+        limit = self._limits.per_tenant
+        if limit and self._tenants[tenant] >= limit:
+            raise _exhausted("the tenant has too many requests at once", f"{limit} requests")
+        if self.running >= self._limits.running and len(self._queue) >= self._limits.queued:
+            raise _exhausted("the gateway is full", f"{self._limits.running}+{self._limits.queued} requests")
+
+    async def _take_place(self) -> None:
+        if self.running < self._limits.running:
+            self.running += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), self._limits.queue_wait_s)
+        except BaseException as error:
+            if turn.done():
+                self._give_place()
+            else:
+                self._queue.remove(turn)
+            if isinstance(error, TimeoutError):
+                limit = f"{self._limits.queue_wait_s:g} s"
+                raise _exhausted("no place became free in time", limit) from error
+            raise
+
+    def _give_place(self) -> None:
+        """Hands the place to the first in the queue."""
+        if self._queue:
+            self._queue.popleft().set_result(None)
+        else:
+            self.running -= 1
+
+
+def _exhausted(message: str, limit: str) -> MeshError:
+    return MeshError(errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, message, limit=limit, retry_after_s=RETRY_AFTER_S)

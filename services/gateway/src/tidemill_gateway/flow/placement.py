@@ -1,0 +1,155 @@
+"""Asks the router where stages run; places by this gateway's own view while no router answers, and says so."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+import structlog
+
+from tidemill.mesh.v1.membership_pb2 import ROLE_ROUTER, MembershipRecord
+from tidemill.mesh.v1.router_pb2 import (
+    PlaceDecodeRequest,
+    PlaceDecodeResponse,
+    PlacePrefillRequest,
+    PlacePrefillResponse,
+)
+from tidemill.mesh.v1.router_pb2_grpc import RouterServiceStub
+from tidemill.v1 import errors_pb2
+from tidemill_gateway.flow import local_placement
+from tidemill_gateway.flow.worker_links import WorkerLinks
+from tidemill_mesh.channels import Channels
+from tidemill_mesh.errors import STATUS_DETAILS_KEY, MeshError, from_rpc_error
+from tidemill_mesh.membership import InstanceView
+
+if TYPE_CHECKING:
+    from tidemill.mesh.v1.router_pb2_grpc import RouterServiceAsyncStub
+
+MAX_ROUTER_WAIT_S = 1.0
+FIRST_PENALTY_S = 0.25
+MAX_PENALTY_S = 4.0
+RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4)
+
+Response = TypeVar("Response")
+
+log = structlog.get_logger()
+
+
+class RouterAway(Exception):
+    """No router answers; the message says why."""
+
+
+class Placer:
+    """Places stages; waits a bounded time for instances that are starting."""
+
+    def __init__(
+        self,
+        instances: InstanceView,
+        channels: Channels,
+        links: WorkerLinks,
+        liveness_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.degraded_placements = 0
+        self._instances = instances
+        self._channels = channels
+        self._links = links
+        self._router_wait_s = min(MAX_ROUTER_WAIT_S, liveness_s)
+        self._clock = clock
+        self._failures = 0
+        self._avoid_until: dict[str, float] = {}
+
+    def router(self) -> MembershipRecord | None:
+        """The router to ask: the same one as long as it answers."""
+        now = self._clock()
+        routers = [r for r in self._instances.records.values() if r.role == ROLE_ROUTER and not r.draining]
+        answering = [r for r in routers if self._avoid_until.get(r.incarnation, 0.0) <= now]
+        return min(answering, key=lambda record: record.instance, default=None)
+
+    async def prefill(self, request: PlacePrefillRequest, wait_s: float) -> tuple[PlacePrefillResponse, bool]:
+        """Where a request starts, and whether the router was bypassed; UNAVAILABLE after wait_s without a place."""
+
+        async def ask() -> tuple[PlacePrefillResponse, bool]:
+            try:
+                return await self._ask(lambda stub: stub.PlacePrefill(request, timeout=self._router_wait_s)), False
+            except RouterAway as reason:
+                placed = local_placement.place_prefill(
+                    self._instances.records, request.model_revision, request.excluded_instances, self._legs
+                )
+                return self._bypassed(placed, reason), True
+
+        return await self._patiently(ask, request, wait_s)
+
+    async def decode(self, request: PlaceDecodeRequest, wait_s: float) -> tuple[PlaceDecodeResponse, bool]:
+        """Where a prefilled request goes on; as `prefill`."""
+
+        async def ask() -> tuple[PlaceDecodeResponse, bool]:
+            try:
+                return await self._ask(lambda stub: stub.PlaceDecode(request, timeout=self._router_wait_s)), False
+            except RouterAway as reason:
+                placed = local_placement.place_decode(
+                    self._instances.records, request.model_revision, request.excluded_instances, self._legs
+                )
+                return self._bypassed(placed, reason), True
+
+        return await self._patiently(ask, request, wait_s)
+
+    async def _patiently(
+        self,
+        ask: Callable[[], Awaitable[tuple[Response, bool]]],
+        request: PlacePrefillRequest | PlaceDecodeRequest,
+        wait_s: float,
+    ) -> tuple[Response, bool]:
+        """Asks again while there is no place; an instance that failed this request is allowed again then."""
+        give_up_at = self._clock() + wait_s
+        attempt = 0
+        while True:
+            try:
+                return await ask()
+            except MeshError as error:
+                delay_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
+                if error.code != errors_pb2.ERROR_CODE_UNAVAILABLE or self._clock() + delay_s > give_up_at:
+                    raise
+            request.ClearField("excluded_instances")
+            attempt += 1
+            await asyncio.sleep(delay_s)
+
+    async def _ask(self, call: "Callable[[RouterServiceAsyncStub], Awaitable[Response]]") -> Response:
+        router = self.router()
+        if router is None:
+            raise RouterAway("no router is registered, or none has answered lately")
+        if self._failures:
+            # One request tries whether it is back; the others do not wait for that.
+            self._avoid_until[router.incarnation] = self._clock() + self._router_wait_s
+        try:
+            response = await call(RouterServiceStub(self._channels.get(router.endpoint)))
+        except grpc.aio.AioRpcError as error:
+            if any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+                self._answered()
+                raise from_rpc_error(error) from error
+            penalty_s = min(MAX_PENALTY_S, FIRST_PENALTY_S * 2**self._failures)
+            self._failures += 1
+            self._avoid_until = {router.incarnation: self._clock() + penalty_s}
+            reason = error.code().name
+            log.warning("the router does not answer: placing without it", router=router.instance, reason=reason)
+            raise RouterAway(f"{router.instance}: {reason}") from error
+        self._answered()
+        return response
+
+    def _answered(self) -> None:
+        self._failures = 0
+        self._avoid_until.clear()
+
+    def _bypassed(self, placed: Response | None, reason: RouterAway) -> Response:
+        if placed is None:
+            raise MeshError(
+                errors_pb2.ERROR_CODE_UNAVAILABLE, f"no instance serves the model now ({reason})", retry_after_s=1
+            )
+        self.degraded_placements += 1
+        return placed
+
+    def _legs(self, instance: str, incarnation: str, domain: int) -> int | None:
+        link = self._links.get(instance, incarnation)
+        if link is None or not link.up:
+            return None
+        return sum(leg.target.domain.domain == domain for leg in link.legs.values())

@@ -1,0 +1,209 @@
+"""The ASGI app: routes, request ids, keys, errors."""
+
+import ipaddress
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from tidemill.v1 import errors_pb2
+from tidemill.v1.inference_pb2 import Model
+from tidemill_gateway.auth import Keys
+from tidemill_gateway.gateway import Gateway, LiveRequest, internal_error
+from tidemill_gateway.http.chat_body import parse_chat
+from tidemill_gateway.http.chat_reply import ChatReply
+from tidemill_gateway.http.completion_body import parse_completion
+from tidemill_gateway.http.completion_reply import CompletionReply
+from tidemill_gateway.http.exchange import ClientGone, Exchange
+from tidemill_gateway.http.reply import DONE, Reply, collect, join_outputs, placement_fields
+from tidemill_gateway.http.request_body import StreamOptions
+from tidemill_gateway.spec import GenerationSpec
+from tidemill_gateway.validation import invalid
+from tidemill_mesh.errors import MeshError
+from tidemill_mesh.metrics import CONTENT_TYPE
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}\Z")
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+PLACEMENT_HEADER = b"x-tidemill-placement"
+
+Handler = Callable[[Exchange], Awaitable[None]]
+Parse = Callable[[dict[str, Any]], tuple[GenerationSpec, StreamOptions, list[str]]]
+
+log = structlog.get_logger()
+
+
+class ApiApp:
+    """OpenAI's endpoints over the gateway."""
+
+    def __init__(self, gateway: Gateway, keys: Keys, exposition: Callable[[], bytes]) -> None:
+        self._gateway = gateway
+        self._keys = keys
+        self._exposition = exposition
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completion),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+            "/debug/holds": ("GET", self._holds),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, whatever happens."""
+        exchange = Exchange(scope, receive, send, closing=self._gateway.admission.draining)
+        given = exchange.header(b"x-request-id")
+        exchange.request_id = given if _REQUEST_ID.match(given) else f"req-{secrets.token_hex(12)}"
+        try:
+            await self._route(exchange)
+        except ClientGone:
+            return
+        except MeshError as error:
+            await exchange.fail(error)
+        except Exception:
+            error_id = secrets.token_hex(4)
+            log.exception("request failed unexpectedly", request_id=exchange.request_id, error_id=error_id)
+            await exchange.fail(internal_error(error_id))
+
+    async def _route(self, exchange: Exchange) -> None:
+        method, handler = self._routes.get(exchange.path, ("", self._not_found))
+        if exchange.path.startswith("/v1/models/"):
+            method, handler = "GET", self._model
+        if method not in ("", exchange.method) and not (method == "GET" and exchange.method == "HEAD"):
+            body = orjson.dumps({"error": {"message": f"use {method}", "type": "invalid_request_error", "param": None,
+                                           "code": "method_not_allowed"}})  # fmt: skip
+            await exchange.reply(405, body, headers=[(b"allow", method.encode())])
+            return
+        await handler(exchange)
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, parse_chat, ChatReply)
+
+    async def _completion(self, exchange: Exchange) -> None:
+        await self._generate(exchange, parse_completion, CompletionReply)
+
+    async def _generate(self, exchange: Exchange, parse: Parse, reply_type: type[Reply]) -> None:
+        tenant = self._keys.tenant(exchange.header(b"authorization"))
+        body = _json_object(await exchange.body(self._gateway.settings.max_body_bytes))
+        spec, options, unknown = parse(body)
+        if unknown:
+            self._gateway.metrics.unknown_fields.inc(len(unknown))
+            log.debug("unknown fields are ignored", request_id=exchange.request_id, fields=unknown[:16])
+        spec.request_id = exchange.request_id
+        spec.traceparent = exchange.header(b"traceparent")
+        spec.include_placement = exchange.header(PLACEMENT_HEADER) in ("1", "true")
+        connection = exchange.connection
+        async with self._gateway.run(spec, tenant, streaming=options.stream, on_stalled_client=connection.cut) as live:
+            connection.on_lost = lambda: live.generation.abort(_gone())
+            if connection.lost:
+                raise _gone()
+            try:
+                reply = reply_type(live, spec.model, int(time.time()))
+                if options.stream:
+                    await _stream(exchange, live, reply, options)
+                else:
+                    await _whole(exchange, live, reply)
+            finally:
+                connection.on_lost = None
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange) -> None:
+        self._keys.tenant(exchange.header(b"authorization"))
+        models = [_model_fields(model) for model in self._gateway.catalog.models()]
+        await exchange.reply(200, orjson.dumps({"object": "list", "data": models}))
+
+    async def _model(self, exchange: Exchange) -> None:
+        self._keys.tenant(exchange.header(b"authorization"))
+        catalog = self._gateway.catalog
+        model = catalog.describe(catalog.resolve(exchange.path.removeprefix("/v1/models/")))
+        await exchange.reply(200, orjson.dumps(_model_fields(model)))
+
+    async def _health(self, exchange: Exchange) -> None:
+        draining = self._gateway.admission.draining
+        state = {"status": "draining" if draining else "ok", "ready": self._gateway.catalog.any_ready()}
+        await exchange.reply(503 if draining else 200, orjson.dumps(state))
+
+    async def _ready(self, exchange: Exchange) -> None:
+        ready = self._gateway.catalog.any_ready() and not self._gateway.admission.draining
+        await exchange.reply(200 if ready else 503, orjson.dumps({"ready": ready}))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.reply(200, self._exposition(), CONTENT_TYPE.encode())
+
+    async def _holds(self, exchange: Exchange) -> None:
+        if not _is_loopback(exchange.client_host):
+            await self._not_found(exchange)
+            return
+        await exchange.reply(200, orjson.dumps(self._gateway.holds()))
+
+    async def _not_found(self, exchange: Exchange) -> None:
+        raise MeshError(errors_pb2.ERROR_CODE_NOT_FOUND, f"there is nothing at {exchange.path[:256]}")
+
+
+async def _stream(exchange: Exchange, live: LiveRequest, reply: Reply, options: StreamOptions) -> None:
+    opened = False
+    async for batch in live.outputs():
+        events = reply.events(batch)
+        if not opened:
+            opened = True
+            await exchange.start(200, EVENT_STREAM, [(b"cache-control", b"no-cache"), *_placement_headers(live)])
+            events = reply.opening() + events
+        if live.finished:
+            events += (reply.usage_event() if options.include_usage else b"") + DONE
+        await exchange.write(events, last=live.finished)
+
+
+async def _whole(exchange: Exchange, live: LiveRequest, reply: Reply) -> None:
+    whole = join_outputs(len(live.pipes))
+    async for batch in live.outputs():
+        collect(whole, batch)
+    await exchange.reply(200, reply.whole(whole), headers=_placement_headers(live))
+
+
+def _placement_headers(live: LiveRequest) -> list[tuple[bytes, bytes]]:
+    if not live.prepared.spec.include_placement:
+        return []
+    return [(PLACEMENT_HEADER, orjson.dumps(placement_fields(live)))]
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid("body", f"is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid("body", "must be a JSON object")
+    return value
+
+
+def _gone() -> MeshError:
+    return MeshError(errors_pb2.ERROR_CODE_CANCELLED, "the client has gone")
+
+
+def _model_fields(model: Model) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_unix_s,
+        "owned_by": "tidemill",
+        "root": model.name,
+        "aliases": list(model.aliases),
+        "revision": model.revision,
+        "max_model_len": model.context_tokens,
+        "ready": model.ready,
+    }
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""The models that the mesh serves: cards, tokenizers and templates, fetched by digest from any worker."""
