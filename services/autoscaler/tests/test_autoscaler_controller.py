@@ -17,7 +17,7 @@ from tidemill_autoscaler.view import PoolView
 from tidemill_mesh.errors import MeshError
 from tidemill_mesh.metrics import Metrics
 
-POLICY = Policy(window_s=3, scale_in_after_s=6, cooldown_s=4, warmup_s=2)
+POLICY = Policy(settle_s=0, window_s=3, scale_in_after_s=6, cooldown_s=4, warmup_s=2)
 
 
 class Instances:

@@ -8,7 +8,9 @@ from tidemill_autoscaler.decision import Action, Decision, PoolPlanner
 from tidemill_autoscaler.observation import Observation, Pending, Worker
 from tidemill_autoscaler.policy import Bounds, Policy
 
-POLICY = Policy(window_s=10, scale_in_after_s=30, cooldown_s=20, warmup_s=10, start_timeout_s=60, start_backoff_s=15)
+POLICY = Policy(
+    settle_s=0, window_s=10, scale_in_after_s=30, cooldown_s=20, warmup_s=10, start_timeout_s=60, start_backoff_s=15
+)
 
 
 def worker(name: str, load: float = 0.5, **changes: object) -> Worker:
@@ -31,6 +33,12 @@ def first(decisions: list[Decision]) -> tuple[int, Decision]:
 
 def actions(decisions: list[Decision]) -> set[Action]:
     return {decision.action for decision in decisions}
+
+
+def test_right_after_its_start_it_only_watches():
+    planner = PoolPlanner(Bounds(1, 3), Policy(settle_s=10))
+    second, decision = first(steps(planner, pool(), 0, 30))
+    assert (second, decision.action) == (10, Action.START)
 
 
 def test_high_load_starts_one_only_after_the_whole_window():

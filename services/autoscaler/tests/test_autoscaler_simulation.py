@@ -10,7 +10,9 @@ from tidemill_autoscaler.decision import Action, PoolPlanner
 from tidemill_autoscaler.observation import Observation, Pending, Worker
 from tidemill_autoscaler.policy import Bounds, Policy
 
-POLICY = Policy(window_s=10, scale_in_after_s=40, cooldown_s=20, warmup_s=20, start_timeout_s=30, start_backoff_s=10)
+POLICY = Policy(
+    settle_s=0, window_s=10, scale_in_after_s=40, cooldown_s=20, warmup_s=20, start_timeout_s=30, start_backoff_s=10
+)
 
 
 @dataclass

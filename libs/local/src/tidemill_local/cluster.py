@@ -84,11 +84,18 @@ class LocalCluster:
     def _start_services(self, addresses: Addresses, started: list[ProcessRecord]) -> None:
         templates = worker_templates(self.spec, self.home, addresses)
         write_atomically(self.home.templates_file, json.dumps(templates, indent=1) + "\n")
-        for service, instance in self.spec.instances():
+        instances = self.spec.instances()
+        # An autoscaler that started beside the workers would take them for missing.
+        late = [item for item in instances if item[0] == "autoscaler"]
+        for batch in ([item for item in instances if item not in late], late):
+            self._start_batch(batch, addresses, started)
+
+    def _start_batch(self, batch: list[tuple[str, str]], addresses: Addresses, started: list[ProcessRecord]) -> None:
+        for service, instance in batch:
             if not self.is_running(instance):
                 argv = service_argv(self.spec, self.home, addresses, service, instance)
                 started.append(servers.launch(instance, argv, self.home))
-        for _, instance in self.spec.instances():
+        for _, instance in batch:
             record = self.record(instance)
             health.wait_for(record, "healthy", partial(health.service_ok, self.home, record), self._timeout_s)
             if record in started:

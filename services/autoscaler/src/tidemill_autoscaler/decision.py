@@ -1,6 +1,7 @@
 """Start one, stop one or hold: the whole decision of one pool, pure, with the time handed in.
 
 In this order, the first that applies:
+  just begun                  only watch
   failed or overdue start     withdraw it, wait before the next one        (also in an outage)
   below the minimum           start one                                    (also in an outage)
   nothing known of the load   hold, never take away
@@ -47,6 +48,7 @@ class PoolPlanner:
         self.manual_changes = 0
         self.failed_starts = 0
         self._history = LoadHistory(max(policy.window_s, policy.scale_in_after_s))
+        self._began: float | None = None
         self._expected: frozenset[str] | None = None
         self._ours: set[str] = set()
         self._cool_until = 0.0
@@ -60,8 +62,11 @@ class PoolPlanner:
 
     def step(self, now: float, seen: Observation) -> Decision:
         """Takes in an observation and decides. The caller reports with `done` what it carried out."""
+        self._began = now if self._began is None else self._began
         self._notice_changes(now, seen)
         self._history.add(now, pool_load(seen, self.policy.warmup_s, self.policy.stale_load_s))
+        if now - self._began < self.policy.settle_s:
+            return Decision(Action.HOLD, f"watching for the first {self.policy.settle_s:g} s")
         return self._decide(now, seen)
 
     def done(self, now: float, decision: Decision, instance: str = "") -> None:

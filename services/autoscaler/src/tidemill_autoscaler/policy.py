@@ -31,6 +31,8 @@ class Policy:
     scale_in_after_s: float = 60.0
     # Between the end of one change and the next one.
     cooldown_s: float = 30.0
+    # After its own start it only watches: workers that start beside it have not registered yet.
+    settle_s: float = 10.0
     # A new instance's load says nothing for so long.
     warmup_s: float = 15.0
     start_timeout_s: float = 120.0

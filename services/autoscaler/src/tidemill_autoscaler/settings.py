@@ -43,6 +43,8 @@ class AutoscalerSettings(ServiceSettings):
     """For so long the load must have been low; at least window_s."""
     cooldown_s: float = setting(30.0, minimum=0.1, maximum=86400.0)
     """Between the end of one change and the next; at least window_s."""
+    settle_s: float = setting(10.0, minimum=0.0, maximum=3600.0)
+    """After its own start it only watches for so long: workers that start beside it have not registered yet."""
     warmup_s: float = setting(15.0, minimum=0.0, maximum=3600.0)
     """A new instance's load is left out for so long."""
     start_timeout_s: float = setting(120.0, minimum=1.0, maximum=86400.0)
