@@ -68,7 +68,7 @@ class GatewayRig:
     def submit(self, request_id: str, tokens: list[int], stage: str = "WHOLE", **more: Any) -> worker_pb2.Submit:
         """Submits a request with greedy sampling unless told otherwise."""
         attempt, max_tokens = more.pop("attempt", 0), more.pop("max_tokens", 8)
-        sampling = dict(max_tokens=max_tokens, temperature=0.0, top_p=1.0, repetition_penalty=1.0, seed=7)
+        sampling = {"max_tokens": max_tokens, "temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "seed": 7}
         sampling |= more.pop("sampling", {})
         defaults = {
             "deadline_s": 60.0,

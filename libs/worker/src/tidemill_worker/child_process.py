@@ -1,7 +1,7 @@
 """A child process on an event loop that also runs gRPC.
 
-asyncio's own subprocesses fork, and with uvloop that runs gRPC's fork handlers beside its live threads: children then die
-now and then before they reach exec. `subprocess` uses vfork, which runs none; a pidfd tells of the exit.
+asyncio's own subprocesses fork, and with uvloop that runs gRPC's fork handlers beside its live threads: children then
+die now and then before they reach exec. `subprocess` uses vfork, which runs none; a pidfd tells of the exit.
 """
 
 import asyncio
