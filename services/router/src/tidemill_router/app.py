@@ -1,0 +1,137 @@
+"""The parts of a router process, made and tied together."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidemill.mesh.v1.common_pb2 import DomainRef
+from tidemill.mesh.v1.events_pb2 import LoadReport
+from tidemill.mesh.v1.membership_pb2 import ROLE_GATEWAY, ROLE_KVSTORE, MembershipRecord
+from tidemill_kvcache.index import BlockIndex
+from tidemill_kvcache.tracker import EventTracker
+from tidemill_mesh.bus import Bus
+from tidemill_mesh.load import LoadView
+from tidemill_mesh.membership import InstanceView
+from tidemill_mesh.service import ServiceContext
+from tidemill_router.candidate import Costs
+from tidemill_router.cards import Cards
+from tidemill_router.fences import Fences
+from tidemill_router.kv_feed import KvFeed
+from tidemill_router.metrics import RouterMetrics
+from tidemill_router.reservations import Reservations
+from tidemill_router.router import Router
+from tidemill_router.settings import RouterSettings
+from tidemill_router.snapshot_fetcher import SnapshotFetcher
+from tidemill_router.view import WORKER_ROLES, MeshView
+
+HOUSEKEEPING_S = 0.1
+SNAPSHOT_RPC = "tidemill.mesh.v1.WorkerService/GetSnapshot"
+
+
+@dataclass
+class RouterParts:
+    """Everything that lives as long as the process."""
+
+    instances: InstanceView
+    bus: Bus
+    view: MeshView
+    index: BlockIndex
+    tracker: EventTracker
+    reservations: Reservations
+    fences: Fences
+    cards: Cards
+    feed: KvFeed
+    fetcher: SnapshotFetcher
+    router: Router
+    metrics: RouterMetrics
+    clock: Callable[[], float]
+
+    def on_record(self, old: MembershipRecord | None, new: MembershipRecord | None) -> None:
+        """An instance came, changed or left."""
+        if new is None:
+            assert old is not None, "a change has a record"
+            self._forget(old.instance)
+            return
+        self.fences.forget(new.instance, keep_incarnation=new.incarnation)
+        if new.role == ROLE_GATEWAY:
+            self.reservations.drop_owner(new.instance, keep_incarnation=new.incarnation)
+        elif new.role in WORKER_ROLES:
+            self.view.see(new)
+            self.reservations.drop_target(new.instance, keep_incarnation=new.incarnation)
+            for domain in new.domains:
+                self._register(new, domain.domain, domain.epoch)
+        elif new.role == ROLE_KVSTORE:
+            self._register(new, 0, new.incarnation)
+
+    def on_report(self, report: LoadReport) -> None:
+        """A load report arrived."""
+        self.fences.heard_from(report.domain.instance, report.domain.incarnation)
+
+    async def housekeeping(self) -> None:
+        """Ends overdue reservations and copies metrics until cancelled."""
+        while True:
+            self.reservations.expire()
+            self.metrics.collect(
+                self.index,
+                self.tracker,
+                self.reservations,
+                self.fences,
+                self.feed,
+                self.fetcher,
+                etcd_connected=self.instances.connected,
+            )
+            await asyncio.sleep(HOUSEKEEPING_S)
+
+    def _forget(self, instance: str) -> None:
+        self.tracker.forget(instance)
+        self.fences.forget(instance)
+        self.reservations.drop_owner(instance)
+        self.reservations.drop_target(instance)
+
+    def _register(self, record: MembershipRecord, domain: int, epoch: str) -> None:
+        if epoch:
+            ref = DomainRef(instance=record.instance, incarnation=record.incarnation, domain=domain, epoch=epoch)
+            self.tracker.register(ref, has_snapshot=record.role in WORKER_ROLES or SNAPSHOT_RPC in record.rpcs)
+
+
+def make_parts(context: ServiceContext, settings: RouterSettings, loads: LoadView) -> RouterParts:
+    """Wires the parts."""
+    clock = time.monotonic
+    index = BlockIndex(settings.index_max_bytes)
+    tracker = EventTracker(index, clock)
+    fences = Fences(clock)
+    stand_s = settings.reservation_s or 3 * settings.liveness_s
+    reservations = Reservations(context.membership.incarnation[:8], stand_s, clock)
+    view = MeshView(context.instances, loads, fences, reservations, clock)
+    cards = Cards(view.workers, context.channels, clock)
+    records = context.instances.records
+    fetcher = SnapshotFetcher(
+        tracker,
+        context.channels,
+        lambda instance: records[instance].endpoint if instance in records else "",
+        clock,
+        concurrency=settings.snapshot_concurrency,
+        timeout_s=settings.snapshot_timeout_s,
+    )
+    router = Router(view, index, reservations, cards.facts, _costs(settings), settings.max_queue_s, random.Random())
+    return RouterParts(
+        context.instances,
+        context.bus,
+        view,
+        index,
+        tracker,
+        reservations,
+        fences,
+        cards,
+        KvFeed(tracker),
+        fetcher,
+        router,
+        RouterMetrics(context.metrics),
+        clock,
+    )
+
+
+def _costs(settings: RouterSettings) -> Costs:
+    return Costs(**{name: getattr(settings, name) for name in Costs.__dataclass_fields__})

@@ -1,0 +1,72 @@
+"""What placement knows of one target, one (instance, cache domain)."""
+
+from dataclasses import dataclass, field
+
+from tidemill.mesh.v1.common_pb2 import DomainRef
+from tidemill.mesh.v1.events_pb2 import LoadReport
+from tidemill_kvcache.domain_track import Holder
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Reservations that the target's latest load report cannot know of yet."""
+
+    prefill_tokens: int = 0
+    sequences: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A target that may be chosen."""
+
+    key: Holder
+    domain: DomainRef
+    endpoint: str
+    total_blocks: int
+    load: LoadReport = field(default_factory=LoadReport)
+    age_s: float = float("inf")
+    """Of the load report; infinite when there has been none."""
+    claims: Claims = Claims()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the router needs of a ModelCard."""
+
+    block_size: int
+    kv_bytes_per_token: int
+    """0: not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Assumptions and weights of the predictions; see RouterSettings for each."""
+
+    direct_uncached_tokens: int = 16
+    decode_high_water: float = 0.9
+    expected_output_tokens: int = 256
+    tie_fraction: float = 0.1
+    work_weight: float = 0.25
+    stale_load_s: float = 1.0
+    stale_penalty_s: float = 2.0
+    default_prefill_tokens_per_s: float = 500.0
+    default_decode_step_s: float = 0.05
+    default_transfer_bytes_per_s: float = 1e9
+    l2_bytes_per_s: float = 10e9
+
+
+def staleness_s(candidate: Candidate, costs: Costs) -> float:
+    """Penalty for an old load report: none while fresh, the most at ten times `stale_load_s`, never a refusal."""
+    overdue = candidate.age_s / costs.stale_load_s - 1.0
+    return costs.stale_penalty_s * min(1.0, max(0.0, overdue / 9.0))
+
+
+def prefill_rate(candidate: Candidate, costs: Costs) -> float:
+    """Tokens a second."""
+    return candidate.load.prefill_tokens_per_s or costs.default_prefill_tokens_per_s
+
+
+def transfer_rate(candidate: Candidate, costs: Costs) -> float:
+    """Bytes a second."""
+    return candidate.load.transfer_bytes_per_s or costs.default_transfer_bytes_per_s

@@ -1,0 +1,138 @@
+"""Where a request decodes: predicted seconds to its end, within what the instances' KV memory allows."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidemill_kvcache.domain_track import Holder
+from tidemill_kvcache.index import TierDepth
+from tidemill_router.candidate import Candidate, Costs, ModelFacts, staleness_s, transfer_rate
+from tidemill_router.pick import pick
+
+STEP_GROWTH_PER_SEQUENCE = 0.1
+"""How much one more sequence is taken to lengthen a decode step, relative to the measured step."""
+COMFORTABLE_USE = 0.5
+"""Share of blocks in use up to which an instance will hardly preempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeNeed:
+    """What the request will take."""
+
+    context_tokens: int
+    max_tokens: int
+
+    def output_tokens(self, costs: Costs) -> int:
+        """Expected output."""
+        return max(1, min(self.max_tokens, costs.expected_output_tokens))
+
+    def blocks(self, facts: ModelFacts, costs: Costs) -> int:
+        """Blocks of the context and the expected output."""
+        return -(-(self.context_tokens + self.output_tokens(costs)) // facts.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEstimate:
+    """Prediction for one target."""
+
+    candidate: Candidate
+    held_blocks: int
+    tpot_s: float
+    decode_s: float
+    transfer_s: float
+    headroom_s: float
+    staleness_s: float
+    use_after: float
+    """Share of the target's blocks in use once the request has its expected output."""
+    has_seat: bool
+    """The batch has room for one more."""
+
+    @property
+    def score_s(self) -> float:
+        """Predicted seconds to the end of the request."""
+        return self.decode_s + self.transfer_s + self.headroom_s + self.staleness_s
+
+    def terms(self) -> dict[str, float]:
+        """Why, in seconds by name."""
+        return {
+            "tpot": self.tpot_s,
+            "transfer": self.transfer_s,
+            "headroom": self.headroom_s,
+            "staleness": self.staleness_s,
+            "total": self.score_s,
+        }
+
+
+def estimate_decode(
+    candidate: Candidate, need: DecodeNeed, facts: ModelFacts, depth: TierDepth, costs: Costs
+) -> DecodeEstimate:
+    """Predicts one target."""
+    load, claims = candidate.load, candidate.claims
+    tpot_s = load.decode_step_s or costs.default_decode_step_s
+    tpot_s *= 1.0 + STEP_GROWTH_PER_SEQUENCE * (claims.sequences + 1)
+    decode_s = tpot_s * need.output_tokens(costs)
+    lacking_tokens = max(0, need.context_tokens - depth.l1 * facts.block_size)
+    use_after = blocks_use(candidate, need.blocks(facts, costs))
+    sequences = load.running_requests + load.waiting_requests + claims.sequences
+    return DecodeEstimate(
+        candidate,
+        held_blocks=depth.l1,
+        tpot_s=tpot_s,
+        decode_s=decode_s,
+        transfer_s=lacking_tokens * facts.kv_bytes_per_token / transfer_rate(candidate, costs),
+        headroom_s=decode_s * max(0.0, use_after - COMFORTABLE_USE),
+        staleness_s=staleness_s(candidate, costs),
+        use_after=use_after,
+        has_seat=load.max_num_seqs == 0 or sequences < load.max_num_seqs,
+    )
+
+
+def blocks_use(candidate: Candidate, more_blocks: int) -> float:
+    """Share of the blocks in use with what is reserved and `more_blocks`; evictable blocks are not in use."""
+    total = candidate.load.total_blocks or candidate.total_blocks
+    if total == 0:
+        return 0.0
+    available = candidate.load.available_blocks if candidate.load.total_blocks else total
+    return 1.0 - (available - candidate.claims.blocks - more_blocks) / total
+
+
+def within_limits(estimates: Sequence[DecodeEstimate], costs: Costs) -> list[DecodeEstimate]:
+    """Those below the high-water mark with a seat; else those below the mark; else all of them."""
+    below = [e for e in estimates if e.use_after <= costs.decode_high_water]
+    return [e for e in below if e.has_seat] or below or list(estimates)
+
+
+def place_decode(
+    candidates: Sequence[Candidate],
+    need: DecodeNeed,
+    facts: ModelFacts,
+    depths: Mapping[Holder, TierDepth],
+    costs: Costs,
+    rng: random.Random,
+) -> DecodeEstimate:
+    """The target with the least predicted seconds; there is at least one candidate."""
+    estimates = [estimate_decode(c, need, facts, depths.get(c.key, TierDepth()), costs) for c in candidates]
+    return pick(within_limits(estimates, costs), costs.tie_fraction, rng)
+
+
+def place_whole(
+    candidates: Sequence[Candidate],
+    need: DecodeNeed,
+    facts: ModelFacts,
+    depths: Mapping[Holder, TierDepth],
+    costs: Costs,
+    rng: random.Random,
+) -> DecodeEstimate | None:
+    """A decode instance that lacks so few tokens that it computes them itself, if one has room; None: none."""
+    if not costs.direct_uncached_tokens:
+        return None
+    estimates = [estimate_decode(c, need, facts, depths.get(c.key, TierDepth()), costs) for c in candidates]
+    fit = [
+        e
+        for e in estimates
+        if need.context_tokens - e.held_blocks * facts.block_size <= costs.direct_uncached_tokens
+        and e.use_after <= costs.decode_high_water
+        and e.has_seat
+        and e.candidate.load.slo_load <= 1.0
+    ]
+    return pick(fit, costs.tie_fraction, rng) if fit else None

@@ -1,0 +1,116 @@
+"""The targets that could serve a model, from membership, load reports, fences and reservations."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from tidemill.mesh.v1.common_pb2 import DomainRef
+from tidemill.mesh.v1.events_pb2 import LoadReport
+from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, DomainRecord, MembershipRecord, Role
+from tidemill_kvcache.domain_track import Holder
+from tidemill_mesh.load import LoadSample
+from tidemill_router.candidate import Candidate
+from tidemill_router.fences import Fences
+from tidemill_router.reservations import Reservations
+
+WORKER_ROLES = (ROLE_PREFILL, ROLE_DECODE)
+
+
+class Instances(Protocol):
+    """What is read of the InstanceView."""
+
+    records: dict[str, MembershipRecord]
+    connected: bool
+
+
+class Loads(Protocol):
+    """What is read of the LoadView."""
+
+    @property
+    def samples(self) -> Mapping[Holder, LoadSample]:
+        """Latest report by (instance, domain)."""
+
+
+class MeshView:
+    """The router's picture of the workers at this moment."""
+
+    def __init__(
+        self,
+        instances: Instances,
+        loads: Loads,
+        fences: Fences,
+        reservations: Reservations,
+        clock: Callable[[], float],
+    ) -> None:
+        self._instances = instances
+        self._loads = loads
+        self._fences = fences
+        self._reservations = reservations
+        self._clock = clock
+        self._seen_revisions: set[str] = set()
+
+    def see(self, record: MembershipRecord) -> None:
+        """Remembers which models there have been."""
+        self._seen_revisions.update(model.revision for model in record.models)
+
+    def knows(self, revision: str) -> bool:
+        """False when workers are there but none has ever served that revision."""
+        return revision in self._seen_revisions or not self.workers()
+
+    def workers(self) -> list[MembershipRecord]:
+        """Records of prefill and decode instances."""
+        return [record for record in self._instances.records.values() if record.role in WORKER_ROLES]
+
+    def card_digest(self, revision: str) -> str:
+        """Digest of the ModelCard of a revision; empty when nobody serves it now."""
+        models = (model for record in self.workers() for model in record.models if model.revision == revision)
+        return next((model.card_digest for model in models), "")
+
+    def candidates(self, role: "Role.ValueType", revision: str, excluded: Collection[str] = ()) -> list[Candidate]:
+        """Targets of a role that serve the revision, less those excluded, draining or fenced."""
+        return [
+            candidate
+            for record in self._instances.records.values()
+            if record.role == role and record.instance not in excluded and self._usable(record, revision)
+            for domain in record.domains
+            if (candidate := self._candidate(record, domain)) is not None
+        ]
+
+    def reported_at(self, holder: Holder) -> float:
+        """When the latest load report of a target arrived; minus infinity without one."""
+        sample = self._loads.samples.get(holder)
+        return sample.arrived if sample else float("-inf")
+
+    def domain_of(self, record: MembershipRecord, domain: DomainRecord) -> tuple[DomainRef, LoadReport | None]:
+        """The domain's present identity and its load report, if that is of the same identity.
+
+        While etcd is away a report of the same process may know of a newer epoch than the record.
+        """
+        ref = DomainRef(
+            instance=record.instance, incarnation=record.incarnation, domain=domain.domain, epoch=domain.epoch
+        )
+        sample = self._loads.samples.get((record.instance, domain.domain))
+        if sample is None or sample.report.domain.incarnation != record.incarnation:
+            return ref, None
+        if not self._instances.connected:
+            return sample.report.domain, sample.report
+        return ref, sample.report if sample.report.domain.epoch == domain.epoch else None
+
+    def _usable(self, record: MembershipRecord, revision: str) -> bool:
+        serves = any(model.revision == revision for model in record.models)
+        return serves and not record.draining and not self._fences.is_fenced(record.instance, record.incarnation)
+
+    def _candidate(self, record: MembershipRecord, domain: DomainRecord) -> Candidate | None:
+        holder = (record.instance, domain.domain)
+        ref, report = self.domain_of(record, domain)
+        if not ref.epoch or (report is not None and report.draining):
+            return None
+        reported_at = self.reported_at(holder) if report is not None else float("-inf")
+        return Candidate(
+            holder,
+            ref,
+            record.endpoint,
+            domain.num_blocks,
+            load=report if report is not None else LoadReport(),
+            age_s=self._clock() - reported_at,
+            claims=self._reservations.claims(holder, reported_at),
+        )
