@@ -33,11 +33,11 @@ def admit_waiting(state: SchedulerState, plan: StepPlan, now_s: float) -> None:
         verdict = _try_admit(state, plan, request, now_s)
         if verdict is Verdict.NO_ROOM:
             blocked.append(request)
-            if request.num_overtaken >= state.settings.max_overtakes:
-                return
         elif verdict is Verdict.ADMITTED:
             for passed in blocked:
                 passed.num_overtaken += 1
+        if any(passed.num_overtaken >= state.settings.max_overtakes for passed in blocked):
+            return
 
 
 def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: float) -> Verdict:
@@ -139,7 +139,7 @@ def _start(state: SchedulerState, request: Request, match: MatchResult, now_s: f
     state.waiting.remove(request)
     request.num_computed_tokens = match.num_tokens
     request.restore_snapshot_id = match.snapshot_id
-    if request.num_cached_l1 < 0:
+    if request.scheduled_s < 0:
         found = min(match.num_tokens, request.prompt_tokens - 1)
         request.num_cached_l1 = min(found, request.local_tokens) if request.onboarded else found
         request.num_cached_l3 = found - request.num_cached_l1

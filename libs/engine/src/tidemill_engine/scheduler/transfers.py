@@ -51,6 +51,8 @@ def kv_ready(state: SchedulerState, message: KVReady, now_s: float) -> None:
     state.cache.adopt(request.seq, full_blocks - len(request.seq.hashes), request.tokens.view())
     request.num_computed_tokens = message.state.computed_tokens
     request.keep_sequence_state = True
+    # Should it be preempted later, it computes what it lost.
+    request.stage = "whole"
     begin_running(state, request, now_s)
     if len(request.tokens) >= request.max_len:
         end(state, request, "length")
