@@ -1,0 +1,231 @@
+"""Two workers with real ranks on a tiny model: requests, hand-over, aborts, and nothing left afterwards."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from gateway_rig import GatewayRig, key, read_asset, read_card
+from worker_rig import Connect, StartWorker, WorkerProcess
+
+from tidemill.mesh.v1 import worker_pb2
+from tidemill.v1 import errors_pb2
+
+PROMPT = [(7 * i) % 250 for i in range(200)]
+CHUNK_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def workers(start_worker: StartWorker) -> tuple[WorkerProcess, WorkerProcess]:
+    """A prefill and a decode worker."""
+    prefill = start_worker("prefill", "live-p", max_num_batched_tokens=CHUNK_TOKENS)
+    return prefill, start_worker("decode", "live-d")
+
+
+@pytest.fixture
+async def pair(
+    workers: tuple[WorkerProcess, WorkerProcess], connect: Connect
+) -> AsyncIterator[tuple[GatewayRig, GatewayRig]]:
+    """Gateway streams to both; at the end of each test nothing may be held by either."""
+    prefill, decode = workers
+    async with connect(prefill) as p, connect(decode) as d:
+        yield p, d
+        await p.until_idle()
+        await d.until_idle()
+
+
+async def hand_over(p: GatewayRig, d: GatewayRig, request_id: str, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    """Runs a request over both and returns its tokens."""
+    p.submit(request_id, prompt, "PREFILL", max_tokens=max_tokens)
+    await p.due(request_id)
+    source = await p.ticket(request_id, d)
+    d.submit(request_id, prompt, "DECODE", max_tokens=max_tokens, source=source)
+    finish = await d.finished(request_id)
+    assert finish.finish == worker_pb2.FINISH_LENGTH, finish
+    return p.tokens(request_id) + d.tokens(request_id)
+
+
+async def refusal(rig: GatewayRig, request_id: str) -> errors_pb2.ErrorDetail:
+    """The error that a request ended with."""
+    output = await rig.finished(request_id)
+    assert output.finish == worker_pb2.FINISH_ERROR
+    return output.error
+
+
+async def test_a_whole_request_streams_its_tokens_step_by_step(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    d.submit("whole", PROMPT, max_tokens=10)
+    assert (await d.finished("whole")).finish == worker_pb2.FINISH_LENGTH
+    assert len(d.tokens("whole")) == 10
+    assert d.outputs["whole"][0].HasField("cached")
+    steps = [step.step for step in d.steps]
+    assert steps == sorted(set(steps)), "one message for each step"
+
+
+async def test_a_handed_over_request_goes_on_as_if_it_had_stayed(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    prompt = PROMPT[::-1]
+    tokens = await hand_over(p, d, "moved", prompt, max_tokens=12)
+    assert p.outputs["moved"][-1].finish == worker_pb2.FINISH_PREFILLED
+    assert p.outputs["moved"][-1].first_position == 0
+    assert next(o for o in d.outputs["moved"] if o.token_ids).first_position == 1
+    assert sum(output.hand_over_done for output in d.outputs["moved"]) == 1
+    d.submit("stayed", prompt, max_tokens=12)
+    await d.finished("stayed")
+    assert tokens == d.tokens("stayed")
+
+
+async def test_only_the_blocks_that_decode_lacks_travel(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    prompt = [(3 * i) % 250 for i in range(160)]
+    first = await hand_over(p, d, "cold", prompt)
+    before = (await d.status()).counters["transfer_bytes_received"]
+    assert await hand_over(p, d, "warm", prompt) == first
+    card = await read_card(d)
+    received = (await d.status()).counters["transfer_bytes_received"] - before
+    assert received <= card.kv_bytes_per_token * card.block_size, "a block at most: the one that must be computed again"
+
+
+async def test_hand_over_is_due_once_and_not_for_a_request_of_one_token(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, _ = pair
+    p.submit("single", PROMPT, "PREFILL", max_tokens=1)
+    assert (await p.finished("single")).finish == worker_pb2.FINISH_LENGTH
+    assert len(p.tokens("single")) == 1
+    assert not any(output.hand_over_due for output in p.outputs["single"])
+    p.submit("long", [9, *PROMPT], "PREFILL")
+    await p.finished("long")
+    assert sum(output.hand_over_due for output in p.outputs["long"]) == 1
+    p.send(aborts=[key("long")])
+
+
+async def test_an_abort_ends_a_request_in_any_state(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    d.submit("decoding", PROMPT, max_tokens=700)
+    await d.until(lambda: bool(d.tokens("decoding")))
+    p.submit("held", PROMPT, "PREFILL")
+    await p.finished("held")
+    source = await p.ticket("held", d)
+    source.ticket.secret = b"0" * 16
+    d.submit("waiting", PROMPT, "DECODE", source=source)
+    d.send(aborts=[key("decoding"), key("waiting"), key("unknown")])
+    p.send(aborts=[key("held")])
+    assert (await d.finished("decoding")).finish == worker_pb2.FINISH_ABORTED
+    assert (await d.finished("waiting")).finish in (worker_pb2.FINISH_ABORTED, worker_pb2.FINISH_ERROR)
+
+
+async def test_a_ticket_works_once_and_a_forged_one_never(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    p.submit("once", PROMPT, "PREFILL")
+    await p.due("once")
+    source = await p.ticket("once", d)
+    forged = worker_pb2.HandOverSource(prefill=source.prefill, ticket=source.ticket)
+    forged.ticket.secret = b"f" * 16
+    d.submit("once", PROMPT, "DECODE", source=forged, attempt=1)
+    assert (await refusal(d, "once")).code == errors_pb2.ERROR_CODE_WORKER_LOST
+    d.outputs.clear()
+    d.submit("once", PROMPT, "DECODE", source=source)
+    assert (await d.finished("once")).finish == worker_pb2.FINISH_LENGTH
+    d.outputs.clear()
+    d.submit("once", PROMPT, "DECODE", source=source, attempt=2)
+    error = await refusal(d, "once")
+    assert error.code == errors_pb2.ERROR_CODE_WORKER_LOST
+    assert "unknown or spent" in error.message
+
+
+async def test_a_hand_over_of_an_ended_request_is_answered_with_an_error(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    p.send(hand_overs=[worker_pb2.HandOver(key=key("never"), target=d.target())])
+    assert (await refusal(p, "never")).code == errors_pb2.ERROR_CODE_NOT_FOUND
+
+
+async def test_what_cannot_start_is_refused_by_name(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    d.submit("revision", PROMPT, model_revision="other")
+    d.submit("adapter", PROMPT, adapter="lora")
+    d.submit("domain", PROMPT, domain=5)
+    d.submit("credit", PROMPT, credit_tokens=0)
+    d.submit("source", PROMPT, "DECODE")
+    d.submit("context", PROMPT * 20)
+    expected = {
+        "revision": (errors_pb2.ERROR_CODE_MODEL_NOT_FOUND, "model_revision"),
+        "adapter": (errors_pb2.ERROR_CODE_UNSUPPORTED, "adapter"),
+        "domain": (errors_pb2.ERROR_CODE_INVALID_ARGUMENT, "domain"),
+        "credit": (errors_pb2.ERROR_CODE_INVALID_ARGUMENT, "credit_tokens"),
+        "source": (errors_pb2.ERROR_CODE_INVALID_ARGUMENT, "source"),
+    }
+    for request_id, (code, field) in expected.items():
+        error = await refusal(d, request_id)
+        assert (error.code, error.field) == (code, field)
+    assert (await refusal(d, "context")).code == errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG
+
+
+async def test_a_live_attempt_is_not_started_twice_and_a_newer_one_ends_it(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    d.submit("twice", PROMPT, max_tokens=600)
+    d.submit("twice", PROMPT, max_tokens=600)
+    assert (await refusal(d, "twice")).code == errors_pb2.ERROR_CODE_ALREADY_EXISTS
+    d.outputs.clear()
+    d.submit("twice", PROMPT, max_tokens=4, attempt=1)
+    await d.finished("twice")
+    await d.until_idle()
+
+
+async def test_a_request_waits_for_credit_alone(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    d.submit("poor", PROMPT, max_tokens=20, credit_tokens=3)
+    d.submit("rich", PROMPT[1:], max_tokens=20)
+    await d.finished("rich")
+    assert len(d.tokens("poor")) == 3
+    d.send(credits=[worker_pb2.Credit(key=key("poor"), tokens=100)])
+    await d.finished("poor")
+    assert len(d.tokens("poor")) == 20
+
+
+async def test_a_silent_gateway_and_a_gateway_that_leaves_lose_their_requests(
+    workers: tuple[WorkerProcess, WorkerProcess], pair: tuple[GatewayRig, GatewayRig], connect: Connect
+) -> None:
+    prefill, decode = workers
+    async with connect(prefill) as silent:
+        silent.submit("silent", PROMPT, "PREFILL")
+        silent.stop_pinging()
+        await silent.until_ended()
+        assert "fallen silent" in str(silent.ended)
+    async with connect(decode) as leaving:
+        leaving.submit("leaving", PROMPT, max_tokens=700)
+        await leaving.until(lambda: bool(leaving.tokens("leaving")))
+
+
+async def test_another_incarnation_is_refused(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    hello = worker_pb2.Hello(gateway=d.welcome.instance, expected_incarnation="old")
+    call = d.stub.Connect(iter([worker_pb2.ConnectRequest(hello=hello)]))
+    with pytest.raises(Exception, match="incarnation old has ended"):
+        await call.read()
+
+
+async def test_the_card_names_files_that_can_be_fetched(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    card = await read_card(p)
+    assert (await read_card(d)).revision == card.revision == p.welcome.model.revision
+    assert (card.block_size, card.vocab_size, list(card.eos_token_ids)) == (32, 264, [258])
+    assert b'"model"' in await read_asset(p, card.tokenizer_digest)
+    assert b"im_start" in await read_asset(p, card.chat_template_digest)
+
+
+async def test_the_snapshot_follows_the_cache_and_a_reset_acts_on_an_idle_worker(
+    pair: tuple[GatewayRig, GatewayRig],
+) -> None:
+    _, d = pair
+    d.submit("cached", PROMPT)
+    await d.finished("cached")
+
+    async def blocks() -> int:
+        parts = [part async for part in d.stub.GetSnapshot(worker_pb2.GetSnapshotRequest())]
+        assert parts[-1].last
+        return sum(len(run.block_hashes) // 16 for part in parts for run in part.blocks)
+
+    assert await blocks() >= len(PROMPT) // 32
+    response = await d.stub.ResetCache(worker_pb2.ResetCacheRequest())
+    assert response.blocks >= len(PROMPT) // 32
+    async with asyncio.timeout(10):
+        while await blocks():
+            await d.status()
