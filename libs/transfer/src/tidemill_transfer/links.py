@@ -7,10 +7,11 @@ comes through it is known to come from the run that its handshake named.
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from tidemill_transfer.address import AgentAddress, parse_address
+from tidemill_transfer.deadlines import Deadline
 from tidemill_transfer.errors import TransferError
 from tidemill_transfer.frames import FrameReader, FrameType, FrameWriter, prepare_socket
 from tidemill_transfer.handshake import Fields, answer, greet
@@ -109,6 +110,18 @@ class Links:
         if task.cancelled():
             raise TransferError("peer_lost", "the agent is closed")
         return task.result()
+
+    async def with_link(
+        self, peer_address: str, deadline: Deadline, operation: Callable[[Link], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Runs an operation on the peer's link, once more on a new one when that link turns out to be dead."""
+        link = await self.get(peer_address, deadline.left_s())
+        try:
+            return await operation(link)
+        except TransferError as error:
+            if error.code != "peer_lost" or not link.lost.done():
+                raise
+        return await operation(await self.get(peer_address, deadline.left_s()))
 
     async def close(self) -> None:
         """Takes all links down and waits for their tasks."""

@@ -1,7 +1,8 @@
 """Pairs arriving messages with those who wait for them; either may come first. Pure, bounded, with injected time.
 
-A message that nobody waits for is kept for a while, since its receiver may still ask for it. What was given up before
-it came is remembered, so that its late message is dropped at once. Both memories are bounded in number and age.
+A message that nobody waits for is kept for a while, since its receiver may still ask for it. A tag is spent once its
+message was received or given up: what comes later under it (late, or sent again over a new link) is dropped at once.
+Both memories are bounded.
 """
 
 from collections import OrderedDict
@@ -16,7 +17,7 @@ Key = tuple[str, int]
 
 MAX_UNCLAIMED = 4096
 UNCLAIMED_AGE_S = 300.0
-MAX_GIVEN_UP = 16384
+MAX_SPENT = 16384
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Mailbox(Generic[M, W]):
         self._unclaimed_age_s = unclaimed_age_s
         self._waiters: dict[Key, W] = {}
         self._unclaimed: OrderedDict[Key, tuple[float, M]] = OrderedDict()
-        self._given_up: OrderedDict[Key, None] = OrderedDict()
+        self._spent: OrderedDict[Key, None] = OrderedDict()
 
     @property
     def num_unclaimed(self) -> int:
@@ -53,29 +54,30 @@ class Mailbox(Generic[M, W]):
         """Claims the message if it is here (and forgets the waiter), else registers the waiter."""
         kept = self._unclaimed.pop(key, None)
         if kept is not None:
+            self._spend(key)
             return kept[1]
         assert key not in self._waiters, f"two receives wait for one message: {key}"
-        self._given_up.pop(key, None)
+        self._spent.pop(key, None)
         self._waiters[key] = waiter
         return None
 
     def give_up(self, key: Key) -> None:
         """The waiter leaves; a message that comes later is dropped."""
         if self._waiters.pop(key, None) is not None:
-            self._remember_given_up(key)
+            self._spend(key)
 
-    def _remember_given_up(self, key: Key) -> None:
-        self._given_up[key] = None
-        while len(self._given_up) > MAX_GIVEN_UP:
-            self._given_up.popitem(last=False)
+    def _spend(self, key: Key) -> None:
+        self._spent[key] = None
+        while len(self._spent) > MAX_SPENT:
+            self._spent.popitem(last=False)
 
     def arrive(self, key: Key, message: M, now: float) -> W | Kept[M] | Dropped:
         """Says who gets the message; a waiter returned is forgotten here."""
         waiter = self._waiters.pop(key, None)
         if waiter is not None:
+            self._spend(key)
             return waiter
-        if key in self._given_up:
-            del self._given_up[key]
+        if key in self._spent:
             return Dropped()
         self._unclaimed[key] = (now, message)
         return Kept(self._evict(now))
@@ -95,13 +97,13 @@ class Mailbox(Generic[M, W]):
         kept = self._unclaimed.pop(key, None)
         if kept is not None:
             return kept[1], None
-        self._remember_given_up(key)
+        self._spend(key)
         return None, self._waiters.pop(key, None)
 
     def drop_peer(self, incarnation: str) -> tuple[list[W], list[M]]:
         """The peer is lost: returns its waiters (to be failed) and its unclaimed messages (to be dropped)."""
         waiters = [self._waiters.pop(key) for key in [k for k in self._waiters if k[0] == incarnation]]
         messages = [self._unclaimed.pop(key)[1] for key in [k for k in self._unclaimed if k[0] == incarnation]]
-        for key in [k for k in self._given_up if k[0] == incarnation]:
-            del self._given_up[key]
+        for key in [k for k in self._spent if k[0] == incarnation]:
+            del self._spent[key]
         return waiters, messages

@@ -1,20 +1,30 @@
 """Which heads travel from which source rank to which destination rank, for any two parallel splits. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True)
-class RankHeads:
-    """The KV heads [head_start, head_end) that a rank holds."""
+class RankHeads(Protocol):
+    """A rank and the KV heads [head_start, head_end) that it holds; `mesh.v1.RankLayout` is one."""
 
-    rank: int
-    head_start: int
-    head_end: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def head_start(self) -> int: ...
+
+    @property
+    def head_end(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class HeadPiece:
+class Layout(Protocol):
+    """All ranks of a cache domain; `mesh.v1.KVLayout` is one."""
+
+    @property
+    def ranks(self) -> Iterable[RankHeads]: ...
+
+
+class HeadPiece(NamedTuple):
     """What one source rank sends one destination rank."""
 
     source_rank: int
@@ -23,22 +33,23 @@ class HeadPiece:
     head_end: int
 
 
-def plan_pieces(source: Sequence[RankHeads], dest: Sequence[RankHeads]) -> list[HeadPiece]:
+def plan_pieces(source: Layout, dest: Layout) -> list[HeadPiece]:
     """The pieces that tile each destination rank's heads exactly once; ValueError when the source lacks some.
 
     Source ranks may hold the same heads (replicated KV heads): destinations then take turns among them.
     """
     pieces = []
-    for turn, target in enumerate(sorted(dest, key=lambda heads: heads.rank)):
+    sources = sorted(source.ranks, key=lambda heads: heads.rank)
+    for turn, target in enumerate(sorted(dest.ranks, key=lambda heads: heads.rank)):
         head = target.head_start
         while head < target.head_end:
-            holders = [s for s in source if s.head_start <= head < s.head_end]
+            holders = [holder for holder in sources if holder.head_start <= head < holder.head_end]
             if not holders:
                 raise ValueError(f"no source rank holds head {head}")
-            widest = max(holder.head_end for holder in holders)
-            equals = sorted((h for h in holders if h.head_end == widest), key=lambda heads: heads.rank)
-            chosen = equals[turn % len(equals)]
-            end = min(chosen.head_end, target.head_end)
+            reach = max(holder.head_end for holder in holders)
+            widest = [holder for holder in holders if holder.head_end == reach]
+            chosen = widest[turn % len(widest)]
+            end = min(reach, target.head_end)
             pieces.append(HeadPiece(chosen.rank, target.rank, head, end))
             head = end
     return pieces

@@ -56,6 +56,7 @@ class Progress:
         for _, done, _ in self._requests.values():
             done.cancel()
         self._requests.clear()
+        del self._worker
 
     def run_turn(self) -> bool:
         """Progresses until UCX is idle or the turn is over; returns whether it is idle."""

@@ -91,25 +91,27 @@ class TcpAgent:
     async def send(self, peer_address: str, tag: int, data: memoryview | Bytes, deadline_s: float) -> None:
         deadline = Deadline.after(deadline_s)
         view = byte_view(data)
+        checked_tag(tag)
         with self._operation("send"):
-            link = await self._links.get(peer_address, deadline.left_s())
-            key = (link, checked_tag(tag))
-            if link.lost.done():
-                raise TransferError("peer_lost", f"{link.peer}: {link.lost.result()}")
-            outgoing = self._outgoing[key] = _Outgoing()
-            try:
-                link.writer.post(FrameType.OFFER, tag, _SIZE.pack(len(view)))
-                await asyncio.wait([outgoing.answer], timeout=deadline.left_s())
-                if not outgoing.answer.done():
-                    raise TransferError("deadline", f"{link.peer} has not asked for the message in time")
-                if outgoing.answer.result():
-                    await self._send_chunks(link, tag, view, outgoing, deadline)
-            except (TransferError, asyncio.CancelledError):
-                if not link.lost.done():
-                    link.writer.post(FrameType.WITHDRAW, tag)
-                raise
-            finally:
-                del self._outgoing[key]
+            await self._links.with_link(peer_address, deadline, lambda link: self._send_on(link, tag, view, deadline))
+
+    async def _send_on(self, link: Link, tag: int, view: memoryview, deadline: Deadline) -> None:
+        if link.lost.done():
+            raise TransferError("peer_lost", f"{link.peer}: {link.lost.result()}")
+        outgoing = self._outgoing[link, tag] = _Outgoing()
+        try:
+            link.writer.post(FrameType.OFFER, tag, _SIZE.pack(len(view)))
+            await asyncio.wait([outgoing.answer], timeout=deadline.left_s())
+            if not outgoing.answer.done():
+                raise TransferError("deadline", f"{link.peer} has not asked for the message in time")
+            if outgoing.answer.result():
+                await self._send_chunks(link, tag, view, outgoing, deadline)
+        except (TransferError, asyncio.CancelledError):
+            if not link.lost.done():
+                link.writer.post(FrameType.WITHDRAW, tag)
+            raise
+        finally:
+            del self._outgoing[link, tag]
 
     async def _send_chunks(
         self, link: Link, tag: int, view: memoryview, outgoing: _Outgoing, deadline: Deadline
@@ -133,8 +135,11 @@ class TcpAgent:
     async def recv(self, peer_address: str, tag: int, out: Bytes, deadline_s: float) -> None:
         deadline = Deadline.after(deadline_s)
         with self._operation("recv"):
-            link = await self._links.get(peer_address, deadline.left_s())
-            offer = await self._arrivals.take((link.peer.incarnation, checked_tag(tag)), deadline)
+            offer = await self._links.with_link(
+                peer_address,
+                deadline,
+                lambda link: self._arrivals.take((link.peer.incarnation, checked_tag(tag)), deadline),
+            )
             if offer.size_bytes != out.nbytes:
                 self._decline(offer)
                 raise TransferError("truncated", f"expected {out.nbytes} bytes, {offer.size_bytes} came")

@@ -100,24 +100,32 @@ class UcxAgent:
 
     async def send(self, peer_address: str, tag: int, data: memoryview | Bytes, deadline_s: float) -> None:
         deadline = Deadline.after(deadline_s)
-        with self._operation("send"):
-            link = await self._links.get(peer_address, deadline.left_s())
+        array = _array(data)
+
+        async def send_on(link: Link) -> None:
             wire_tag = (link.remote["slot"] << TAG_BITS) | (checked_tag(tag) ^ link.remote["key"])
-            request = self._endpoint(link).tag_send(_array(data), libucxx.UCXXTag(wire_tag))
-            await self._finish(request, data, link, deadline, lambda: link.writer.post(FrameType.WITHDRAW, tag))
+            request = self._endpoint(link).tag_send(array, libucxx.UCXXTag(wire_tag))
+            await self._finish(request, array, link, deadline, lambda: link.writer.post(FrameType.WITHDRAW, tag))
+
+        with self._operation("send"):
+            await self._links.with_link(peer_address, deadline, send_on)
 
     async def recv(self, peer_address: str, tag: int, out: Bytes, deadline_s: float) -> None:
         deadline = Deadline.after(deadline_s)
-        with self._operation("recv"):
-            link = await self._links.get(peer_address, deadline.left_s())
+        array = _array(out)
+
+        async def take_on(link: Link) -> _Message:
             self._progress.poke()
-            message = await self._arrivals.take((link.peer.incarnation, checked_tag(tag)), deadline)
-            if message.size_bytes != out.nbytes:
+            return await self._arrivals.take((link.peer.incarnation, checked_tag(tag)), deadline)
+
+        with self._operation("recv"):
+            message = await self._links.with_link(peer_address, deadline, take_on)
+            if message.size_bytes != array.nbytes:
                 self._drop(message.probe)
-                raise TransferError("truncated", f"expected {out.nbytes} bytes, {message.size_bytes} came")
+                raise TransferError("truncated", f"expected {array.nbytes} bytes, {message.size_bytes} came")
             receiver = self._worker if message.link.lost.done() else self._endpoint(message.link)
-            request = receiver.tag_recv_with_handle(_array(out), message.probe)
-            await self._finish(request, out, message.link, deadline, lambda: None)
+            request = receiver.tag_recv_with_handle(array, message.probe)
+            await self._finish(request, array, message.link, deadline, lambda: None)
 
     async def close(self) -> None:
         await self._links.close()
@@ -127,6 +135,7 @@ class UcxAgent:
             await asyncio.sleep(0.001)
         self._progress.run_turn()
         self._progress.close()
+        del self._worker, self._context  # UCX lets go of its sockets only with its objects
 
     async def _finish(
         self, request: Any, buffer: Any, link: Link, deadline: Deadline, withdraw: Callable[[], None]

@@ -1,0 +1,149 @@
+"""Peers that die, freeze, restart or talk nonsense: every operation ends with an error, and the next one works."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tidemill_transfer.address import parse_address
+from tidemill_transfer.agent import TransferError, new_tag, open_agent
+
+MIB = 1 << 20
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for a state that no event announces."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def error_of(operation) -> str:
+    with pytest.raises(TransferError) as caught:
+        await operation
+    return caught.value.code
+
+
+@pytest.fixture
+def exchange(pattern):
+    """Moves one message from the peer to the agent."""
+
+    async def run(agent, peer) -> None:
+        tag = new_tag()
+        peer.ask("send", peer=agent.address, tag=tag, size=MIB)
+        out = np.zeros(MIB, np.uint8)
+        await agent.recv(peer.address, tag, out, 20.0)
+        assert (out == pattern(tag, MIB)).all()
+
+    return run
+
+
+async def test_a_killed_peer_fails_what_waits_for_it_long_before_the_deadline(agent, own_peer, exchange):
+    await exchange(agent, own_peer)
+    waiting = asyncio.create_task(agent.recv(own_peer.address, new_tag(), np.zeros(MIB, np.uint8), 300.0))
+    sending = asyncio.create_task(agent.send(own_peer.address, new_tag(), np.ones(MIB, np.uint8), 300.0))
+    await asyncio.sleep(0.1)
+    own_peer.kill()
+    assert await error_of(waiting) == "peer_lost"
+    assert await error_of(sending) == "peer_lost"
+    assert await error_of(agent.send(own_peer.address, new_tag(), np.ones(MIB, np.uint8), 300.0)) == "peer_lost"
+
+
+async def test_a_peer_killed_in_mid_message_fails_both_directions(agent, own_peer):
+    tags = [new_tag(), new_tag()]
+    size = 64 * MIB
+    own_peer.ask("send", peer=agent.address, tag=tags[0], size=size)
+    own_peer.ask("recv", peer=agent.address, tag=tags[1], size=size)
+    out = np.zeros(size, np.uint8)
+    receiving = asyncio.create_task(agent.recv(own_peer.address, tags[0], out, 300.0))
+    sending = asyncio.create_task(agent.send(own_peer.address, tags[1], np.ones(size, np.uint8), 300.0))
+    await until(lambda: out[:MIB].any() or receiving.done())
+    own_peer.kill()
+    assert await error_of(receiving) == "peer_lost"
+    await asyncio.wait([sending])
+    assert sending.exception() is None or sending.exception().code == "peer_lost"
+
+
+async def test_a_frozen_peer_fails_at_the_deadline_and_serves_again_when_it_thaws(agent, own_peer, exchange):
+    await exchange(agent, own_peer)
+    tags = [new_tag(), new_tag()]
+    size = 64 * MIB
+    own_peer.ask("send", peer=agent.address, tag=tags[0], size=size)
+    out = np.zeros(size, np.uint8)
+    receiving = asyncio.create_task(agent.recv(own_peer.address, tags[0], out, 3.0))
+    sending = asyncio.create_task(agent.send(own_peer.address, tags[1], np.ones(size, np.uint8), 3.0))
+    await until(lambda: out[:MIB].any() or receiving.done())
+    own_peer.signal(signal.SIGSTOP)
+    assert await error_of(receiving) in ("deadline", "peer_lost")
+    assert await error_of(sending) in ("deadline", "peer_lost")
+    out[:] = 0
+    assert agent.holds["requests"] == 0
+    own_peer.signal(signal.SIGCONT)
+    await exchange(agent, own_peer)
+    assert not out.any()
+
+
+async def test_a_peer_frozen_before_the_handshake_fails_in_time(agent, own_peer, exchange):
+    own_peer.signal(signal.SIGSTOP)
+    assert await error_of(agent.send(own_peer.address, new_tag(), np.ones(MIB, np.uint8), 1.0)) == "deadline"
+    own_peer.signal(signal.SIGCONT)
+    await exchange(agent, own_peer)
+
+
+async def test_a_peer_that_accepts_and_never_answers_fails_at_the_deadline(agent, transport):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"{transport}://127.0.0.1:{silent.getsockname()[1]}/abc"
+        assert await error_of(agent.recv(address, new_tag(), np.zeros(9, np.uint8), 0.5)) == "deadline"
+
+
+async def test_nobody_listening_is_a_lost_peer(agent, transport):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert (
+        await error_of(agent.send(f"{transport}://127.0.0.1:{port}/abc", 1, np.ones(1, np.uint8), 5.0)) == "peer_lost"
+    )
+
+
+async def test_another_run_at_the_same_port_is_refused(agent, peer, exchange):
+    where = parse_address(peer.address)
+    older = f"{where.transport}://{where.host}:{where.port}/0000000000000000"
+    assert await error_of(agent.send(older, new_tag(), np.ones(MIB, np.uint8), 5.0)) == "peer_lost"
+    await exchange(agent, peer)
+
+
+async def test_a_restarted_peer_is_reached_by_its_new_address(agent, start_peer, exchange):
+    first = start_peer()
+    await exchange(agent, first)
+    first.kill()
+    second = start_peer()
+    await exchange(agent, second)
+    assert await error_of(agent.send(first.address, new_tag(), np.ones(9, np.uint8), 5.0)) == "peer_lost"
+
+
+async def test_strangers_do_not_disturb_an_agent(agent, peer, exchange):
+    where = parse_address(agent.address)
+    for junk in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x01" + b"\xff" * 40, b"\x01" + bytes(8) + b"\x02\0\0\0[]", b""):
+        _, writer = await asyncio.open_connection(where.host, where.port)
+        writer.write(junk)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+    await exchange(agent, peer)
+
+
+async def test_a_message_for_another_link_is_dropped_and_counted():
+    sender, receiver = [await open_agent("ucx", "127.0.0.1") for _ in range(2)]
+    await asyncio.gather(
+        sender.send(receiver.address, 1, np.ones(9, np.uint8), 5.0),
+        receiver.recv(sender.address, 1, np.zeros(9, np.uint8), 5.0),
+    )
+    link = await sender._links.get(receiver.address, 1.0)  # type: ignore[attr-defined]
+    link.remote["slot"] ^= 1
+    await sender.send(receiver.address, 2, np.ones(MIB, np.uint8), 5.0)
+    assert receiver.counters["unknown_messages"] == 1  # type: ignore[attr-defined]
+    assert receiver.holds["unclaimed_messages"] == 0
+    await sender.close()
+    await receiver.close()
