@@ -1,5 +1,6 @@
 """Real etcd, NATS, checkpoints and worker processes for the tests of the worker."""
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -64,7 +65,7 @@ def connect() -> Connect:
 
     @asynccontextmanager
     async def open_rig(worker: WorkerProcess) -> AsyncIterator[GatewayRig]:
-        async with GatewayRig(worker.endpoint) as rig:
+        async with GatewayRig(await asyncio.to_thread(worker.wait_ready)) as rig:
             yield rig
 
     return open_rig

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import time
 
 import pytest
 from gateway_rig import GatewayRig
@@ -16,10 +16,30 @@ PROMPT = [(11 * i) % 250 for i in range(150)]
 
 
 @pytest.fixture(scope="module")
-def workers(start_worker: StartWorker) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    """A prefill and a decode worker that come back from what is done to them."""
+def fleet(start_worker: StartWorker) -> dict[str, WorkerProcess]:
+    """All workers of these tests, started at the same time: two that come back, and three that end."""
     settings = {"restart_backoff_s": 0.05, "restart_limit": 100, "hold_s": 2.0}
-    yield start_worker("prefill", "fault-p", **settings), start_worker("decode", "fault-d", **settings)
+    return {
+        "prefill": start_worker("prefill", "fault-p", **settings),
+        "decode": start_worker("decode", "fault-d", **settings),
+        "killed": start_worker("prefill", "fault-p2", max_num_batched_tokens=16),
+        "drained": start_worker("decode", "drain-d", drain_s=20),
+        "hurried": start_worker("decode", "drain-d2", drain_s=0.3),
+    }
+
+
+@pytest.fixture
+def workers(fleet: dict[str, WorkerProcess]) -> tuple[WorkerProcess, WorkerProcess]:
+    """The prefill and the decode worker that come back from what is done to them."""
+    return fleet["prefill"], fleet["decode"]
+
+
+def wait_ended(pids: list[int]) -> None:
+    """Waits until none of the processes exists."""
+    give_up_at = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < give_up_at, f"ranks outlive their service: {pids}"
+        time.sleep(0.05)
 
 
 async def next_epoch(rig: GatewayRig, old: str) -> None:
@@ -105,10 +125,9 @@ async def test_kv_that_nobody_fetches_is_given_up_at_its_deadline(
 
 
 async def test_a_prefill_worker_that_is_killed_costs_decode_an_error_and_no_hang(
-    start_worker: StartWorker, workers: tuple[WorkerProcess, WorkerProcess], connect: Connect
+    fleet: dict[str, WorkerProcess], connect: Connect
 ) -> None:
-    prefill = start_worker("prefill", "fault-p2", max_num_batched_tokens=16)
-    _, decode = workers
+    prefill, decode = fleet["killed"], fleet["decode"]
     async with connect(prefill) as p, connect(decode) as d:
         p.submit("killed", PROMPT * 4, "PREFILL")
         await p.due("killed")
@@ -118,13 +137,13 @@ async def test_a_prefill_worker_that_is_killed_costs_decode_an_error_and_no_hang
         d.submit("killed", PROMPT * 4, "DECODE", source=source)
         assert (await d.finished("killed")).error.code == errors_pb2.ERROR_CODE_WORKER_LOST
         await d.until_idle()
-        async with asyncio.timeout(20):
-            while any(os.path.exists(f"/proc/{pid}") for pid in ranks):
-                await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_ended, ranks)
 
 
-async def test_a_drain_ends_running_work_well_and_refuses_new_work(start_worker: StartWorker, connect: Connect) -> None:
-    worker = start_worker("decode", "drain-d", drain_s=20)
+async def test_a_drain_ends_running_work_well_and_refuses_new_work(
+    fleet: dict[str, WorkerProcess], connect: Connect
+) -> None:
+    worker = fleet["drained"]
     async with connect(worker) as d:
         d.submit("running", PROMPT, max_tokens=300)
         await d.until(lambda: bool(d.tokens("running")))
@@ -138,9 +157,9 @@ async def test_a_drain_ends_running_work_well_and_refuses_new_work(start_worker:
 
 
 async def test_what_outlives_the_drain_is_told_so_that_it_is_placed_anew(
-    start_worker: StartWorker, connect: Connect
+    fleet: dict[str, WorkerProcess], connect: Connect
 ) -> None:
-    worker = start_worker("decode", "drain-d2", drain_s=0.3)
+    worker = fleet["hurried"]
     async with connect(worker) as d:
         d.submit("long", PROMPT, max_tokens=800)
         await d.until(lambda: bool(d.tokens("long")))

@@ -31,7 +31,7 @@ class Servers:
 
 
 class WorkerProcess:
-    """`python -m tidemill_prefill` or `tidemill_decode`; starts at once, `endpoint` waits for it."""
+    """`python -m tidemill_prefill` or `tidemill_decode`; starts at once, `wait_ready` waits for it."""
 
     def __init__(self, servers: Servers, service: str, instance: str, *, model: Path, **settings: object) -> None:
         self.instance = instance
@@ -41,8 +41,7 @@ class WorkerProcess:
         argv = [sys.executable, "-m", f"tidemill_{service}", *flags(given)]  # type: ignore[arg-type]
         self.process = processes.start(instance, argv, run_dir=servers.home.run, log_dir=servers.home.logs)
 
-    @property
-    def endpoint(self) -> str:
+    def wait_ready(self) -> str:
         """host:port of gRPC, once the worker is ready."""
         run_file = self._home.run / f"{self.instance}.json"
         give_up_at = time.monotonic() + START_S

@@ -31,6 +31,7 @@ from tidemill_worker.reports import ReportHandler
 from tidemill_worker.restarts import RestartPolicy
 from tidemill_worker.servicers import RPCS, TransferServicer, WorkerServicer, servicers
 from tidemill_worker.settings import WorkerSettings
+from tidemill_worker.status import holds_of
 from tidemill_worker.tickets import TicketBook
 from tidemill_worker.transfers import RankTransfers
 from tidemill_worker.worker import Worker
@@ -132,7 +133,7 @@ class WorkerBody:
             record=self.record,
             submitted=self.reports.submitted,
             drain=self._request_drain,
-            l3_holds=self._l3.holds,
+            holds=self._holds,
         )
         return servicers(worker_servicer, TransferServicer(self.worker))
 
@@ -162,6 +163,7 @@ class WorkerBody:
             reap(self.worker)
             self._load.publish_all()
             self._events.heartbeat()
+            self._show_state()
             await asyncio.sleep(self.worker.settings.load_interval_s)
 
     async def follow_domains(self) -> None:
@@ -194,6 +196,13 @@ class WorkerBody:
             self._registration = await self._context.membership.register(self.record())
             self._registration.on_new_incarnation.append(self._new_incarnation)
             await self._context.publish_run_file(self.server.endpoint)
+
+    def _holds(self) -> dict[str, int]:
+        return holds_of(self.worker, [sample for _, sample in self._load.samples()], self._l3.holds())
+
+    def _show_state(self) -> None:
+        loads = {report.domain.domain: report.slo_load for report in self._load.reports()}
+        self.worker.counts.state(self._holds(), [domain.up for domain in self.worker.domains], loads)
 
     def _first_ready(self, domain: Domain) -> None:
         """The first ready rank tells what the model's card still lacks."""

@@ -1,6 +1,7 @@
 """Counters and gauges of a worker: one place names them all, for Prometheus and for GetWorkerStatus."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from tidemill_mesh.metrics import Metrics
 
@@ -22,6 +23,9 @@ class WorkerCounts:
         self._l3_errors = metrics.counter("l3_errors_total", "Failed calls to kvstore.", ("operation",))
         self._expired = metrics.counter("expired_total", "Holds and tickets ended by their deadline.", ("kind",))
         self._gateways = metrics.gauge("gateways_connected", "Connected gateways.")
+        self._holds = metrics.gauge("holds", "What is held now, by kind; all 0 when nothing runs.", ("kind",))
+        self._slo_load = metrics.gauge("slo_load", "Time over its target; 1 = at the target.", ("domain",))
+        self._up = metrics.gauge("domain_up", "1 while the cache domain's ranks are ready.", ("domain",))
 
     def finished(self, stage: str, outcome: str) -> None:
         """A request ended here."""
@@ -77,6 +81,15 @@ class WorkerCounts:
         """A hold, ticket or request was ended by its deadline."""
         self.totals[f"expired_{kind}"] += 1
         self._expired.labels(kind).inc()
+
+    def state(self, holds: Mapping[str, int], domains_up: Sequence[bool], slo_loads: Mapping[int, float]) -> None:
+        """What the gauges show."""
+        for kind, count in holds.items():
+            self._holds.labels(kind).set(count)
+        for index, up in enumerate(domains_up):
+            self._up.labels(str(index)).set(up)
+        for index, slo_load in slo_loads.items():
+            self._slo_load.labels(str(index)).set(slo_load)
 
     def gateways(self, count: int) -> None:
         """So many gateways are connected now."""

@@ -29,10 +29,17 @@ class LoadReporter:
 
     def publish_all(self) -> None:
         """Publishes the latest sample of each domain that is up."""
-        for domain in self._worker.domains:
-            sample = self.latest(domain)
-            if sample is not None:
-                self._publish_domain(domain, sample)
+        for domain, sample in self.samples():
+            self._publish_domain(domain, sample)
+
+    def reports(self) -> list[events_pb2.LoadReport]:
+        """The reports of all domains that are up."""
+        return [self.report(domain, sample) for domain, sample in self.samples()]
+
+    def samples(self) -> list[tuple[Domain, LoadSample]]:
+        """The latest sample of each domain that is up."""
+        latest = [(domain, self.latest(domain)) for domain in self._worker.domains]
+        return [(domain, sample) for domain, sample in latest if sample is not None]
 
     def latest(self, domain: Domain) -> LoadSample | None:
         """The latest sample of the domain's present epoch."""

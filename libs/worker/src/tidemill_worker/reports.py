@@ -20,6 +20,8 @@ from tidemill_worker.worker import Worker
 
 log = structlog.get_logger()
 
+PROGRESS_PER_LIVENESS = 3
+
 
 class CacheObserver(Protocol):
     """Told of a domain's cache: KV events and L3 are observers."""
@@ -77,6 +79,7 @@ class ReportHandler:
         self._load = load
         self._first_ready = first_ready
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told_at: dict[int, float] = {}
         self.changed = asyncio.Event()
         """Set when a domain came up or went down, for membership and health."""
 
@@ -137,9 +140,19 @@ class ReportHandler:
                 self._account(live, output)
         for live in self._due(domain):
             by_session.setdefault(live.session, []).append(due_output(live))
+        for session in self._silent_sessions(domain):
+            by_session.setdefault(session, [])
         for session, outputs in by_session.items():
             step = worker_pb2.StepOutputs(domain=domain.index, step=report.step, outputs=outputs)
             session.push(worker_pb2.ConnectResponse(step=step))
+
+    def _silent_sessions(self, domain: Domain) -> set[GatewaySession]:
+        """Gateways that wait for this domain hear a few times in each liveness_s that it goes on, outputs or not."""
+        worker, now = self._worker, self._worker.clock()
+        if now - self._told_at.get(domain.index, 0.0) < worker.settings.liveness_s / PROGRESS_PER_LIVENESS:
+            return set()
+        self._told_at[domain.index] = now
+        return {live.session for live in worker.table.of_domain(domain.index)}
 
     def _cache_event(
         self, domain: Domain, event: messages.BlocksStored | messages.BlocksRemoved | messages.BlocksCleared

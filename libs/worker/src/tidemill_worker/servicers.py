@@ -16,7 +16,7 @@ from tidemill_worker.hand_over_source import serve_pull
 from tidemill_worker.kv_events import KvEvents
 from tidemill_worker.load_reports import LoadReporter
 from tidemill_worker.model_card import Assets
-from tidemill_worker.status import counters_of, holds_of
+from tidemill_worker.status import counters_of
 from tidemill_worker.translate import invalid
 from tidemill_worker.worker import Worker
 
@@ -47,7 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         record: Callable[[], membership_pb2.MembershipRecord],
         submitted: Callable[[Domain], None],
         drain: Callable[[float], None],
-        l3_holds: Callable[[], dict[str, int]],
+        holds: Callable[[], dict[str, int]],
     ) -> None:
         self._worker = worker
         self._events = events
@@ -56,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._record = record
         self._submitted = submitted
         self._drain = drain
-        self._l3_holds = l3_holds
+        self._holds = holds
 
     async def Connect(
         self, request_iterator: AsyncIterator[worker_pb2.ConnectRequest], context: Context
@@ -99,13 +99,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetWorkerStatusRequest, context: Context
     ) -> worker_pb2.GetWorkerStatusResponse:
         """Record, loads, holds and counters."""
-        worker = self._worker
-        samples = [(domain, self._load.latest(domain)) for domain in worker.domains]
         return worker_pb2.GetWorkerStatusResponse(
             record=self._record(),
-            loads=[self._load.report(domain, sample) for domain, sample in samples if sample is not None],
-            holds=holds_of(worker, [sample for _, sample in samples if sample is not None], self._l3_holds()),
-            counters=counters_of(worker),
+            loads=self._load.reports(),
+            holds=self._holds(),
+            counters=counters_of(self._worker),
         )
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
