@@ -12,17 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 
 from tidemill_engine.engine import Engine
 from tidemill_engine.messages import RankFailed, RankReady, Shutdown
-from tidemill_engine.model_runner import ModelRunner
-from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.rank_io import RankIO
 from tidemill_engine.rank_steps import StepFollower, StepLeader
 from tidemill_engine.settings import EngineSettings, decode_settings
 from tidemill_engine.step import SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from tidemill_engine.model_runner import ModelRunner
 
 log = structlog.get_logger("tidemill.rank")
 
@@ -36,7 +38,7 @@ _LAST_WORDS_S = 0.5
 class LeadingRunner:
     """The leader's runner: followers get the step first."""
 
-    def __init__(self, runner: ModelRunner, steps: StepLeader) -> None:
+    def __init__(self, runner: "ModelRunner", steps: StepLeader) -> None:
         self.groups = runner.groups
         self.num_blocks = runner.num_blocks
         self.num_snapshots = runner.num_snapshots
@@ -99,7 +101,7 @@ def run_leader(settings: EngineSettings, io: RankIO, engine: Engine, heartbeat: 
         wait_s = 0.0 if worked else min(reported_s + settings.idle_tick_s, engine.next_timer_s) - now_s
 
 
-def run_follower(runner: ModelRunner, steps: StepFollower) -> None:
+def run_follower(runner: "ModelRunner", steps: StepFollower) -> None:
     """Runs what the leader decides."""
     while (out := steps.receive_step()) is not None:
         runner.execute(out)
@@ -107,6 +109,10 @@ def run_follower(runner: ModelRunner, steps: StepFollower) -> None:
 
 def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     """Loads the model and runs until Shutdown or the leader's end."""
+    # Torch takes seconds to import: the I/O thread is up by then and notices a service that is gone.
+    from tidemill_engine.model_runner import ModelRunner
+    from tidemill_engine.parallel.tp import TensorParallel
+
     started_s = time.monotonic()
     is_leader, num_followers = settings.rank == 0, settings.tp_size - 1
     leader = StepLeader(settings.step_socket, num_followers, last_words.fail) if is_leader and num_followers else None
@@ -132,7 +138,7 @@ def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     tp.close()
 
 
-def _ready(settings: EngineSettings, runner: ModelRunner, transfer_address: str, load_s: float) -> RankReady:
+def _ready(settings: EngineSettings, runner: "ModelRunner", transfer_address: str, load_s: float) -> RankReady:
     head_start, head_end = runner.head_range
     return RankReady(
         rank=settings.rank,
@@ -158,10 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     settings = decode_settings(args.settings)
     _configure_log(f"domain{settings.domain}/rank{settings.rank}")
-    if settings.torch_threads:
-        import torch
-
-        torch.set_num_threads(settings.torch_threads)
+    _set_threads(settings.torch_threads)
     last_words = LastWords(settings.rank)
     io = RankIO(settings, args.socket, last_words.service_gone)
     try:
@@ -173,6 +176,13 @@ def main(argv: list[str] | None = None) -> int:
         last_words.fail(f"{type(error).__name__}: {error}")
     io.close()
     return 0
+
+
+def _set_threads(torch_threads: int) -> None:
+    """Read by OpenMP when torch is imported. Spinning at barriers costs more than it saves on shared cores."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if torch_threads:
+        os.environ["OMP_NUM_THREADS"] = str(torch_threads)
 
 
 def _configure_log(rank_name: str) -> None:

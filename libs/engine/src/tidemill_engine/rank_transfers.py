@@ -92,6 +92,10 @@ class RankTransfers:
 
     def cancel(self, transfer_id: int) -> None:
         """Ends a transfer, unless its bytes are on their way into the pool; unknown ids were answered before."""
+        # Not at once: a task that is cancelled before its first step would never answer.
+        asyncio.get_running_loop().call_soon(self._cancel_now, transfer_id)
+
+    def _cancel_now(self, transfer_id: int) -> None:
         task = self._tasks.get(transfer_id)
         if task is not None and transfer_id not in self._writing:
             task.cancel()

@@ -1,14 +1,20 @@
-"""An emulated runner: it computes no model, but keeps KV in blocks as a real one does and checks each read."""
+"""A driver for engines, tiny checkpoints, and an emulated runner.
+
+The emulated runner computes no model, but keeps KV in blocks as a real one does and checks each read.
+"""
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
 from tidemill_engine.engine import Engine
 from tidemill_engine.kv_groups import KVGroupSpec
+from tidemill_engine.loading.tiny import make_tiny
 from tidemill_engine.messages import (
     BlocksPinned,
     KVWanted,
@@ -21,6 +27,8 @@ from tidemill_engine.messages import (
     StepReport,
     Submit,
 )
+from tidemill_engine.model_runner import ModelRunner
+from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.sampling_params import SamplingParams
 from tidemill_engine.settings import EngineSettings
 from tidemill_engine.step import SampledRow, SchedulerOutput, StepResult
@@ -118,11 +126,11 @@ class EmulatedRunner:
 
 
 @dataclass
-class EmulatedService:
+class EngineDriver:
     """Drives an Engine and sorts what it reports."""
 
     engine: Engine
-    runner: EmulatedRunner
+    runner: Any
     now_s: float = 0.0
     outputs: dict[RequestKey, list[Output]] = field(default_factory=dict)
     progress: list[PrefillProgress] = field(default_factory=list)
@@ -220,12 +228,10 @@ def _groups(snapshot_interval: int) -> tuple[KVGroupSpec, ...]:
 
 
 @pytest.fixture
-def emulated_service() -> Callable[..., EmulatedService]:
-    """make(num_blocks=..., snapshot_interval=..., num_snapshots=..., **settings) -> EmulatedService."""
+def emulated_service() -> Callable[..., EngineDriver]:
+    """make(num_blocks=..., snapshot_interval=..., num_snapshots=..., **settings) -> EngineDriver."""
 
-    def make(
-        num_blocks: int = 64, snapshot_interval: int = 0, num_snapshots: int = 16, **options: Any
-    ) -> EmulatedService:
+    def make(num_blocks: int = 64, snapshot_interval: int = 0, num_snapshots: int = 16, **options: Any) -> EngineDriver:
         defaults = EngineSettings(
             model_dir="",
             block_size=4,
@@ -236,9 +242,9 @@ def emulated_service() -> Callable[..., EmulatedService]:
         fields = {name: getattr(defaults, name) for name in EngineSettings.__struct_fields__}
         settings = EngineSettings(**(fields | options))
         runner = EmulatedRunner(settings, _groups(snapshot_interval), num_blocks, num_snapshots)
-        holder: list[EmulatedService] = []
+        holder: list[EngineDriver] = []
         engine = Engine(settings, runner, clock=lambda: holder[0].now_s if holder else 0.0)
-        holder.append(EmulatedService(engine, runner))
+        holder.append(EngineDriver(engine, runner))
         return holder[0]
 
     return make
@@ -255,3 +261,33 @@ def emulated_continuation() -> Callable[[list[int], int], list[int]]:
         return tokens[len(prompt) :]
 
     return continuation
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """tiny_checkpoint(architecture) -> its folder."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = make_tiny(architecture, tmp_path_factory.mktemp("model") / architecture)
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture
+def real_service(tiny_checkpoint: Callable[[str], Path]) -> Callable[..., EngineDriver]:
+    """make(architecture, **settings) -> EngineDriver over the real runner."""
+
+    def make(architecture: str, **options: Any) -> EngineDriver:
+        fields = {"block_size": 16, "num_blocks": 128, "max_num_seqs": 8, "torch_threads": 1, "num_snapshots": 32}
+        settings = EngineSettings(model_dir=str(tiny_checkpoint(architecture)), **(fields | options))
+        runner = ModelRunner(settings, TensorParallel(0, 1, ""))
+        runner.warm_up()
+        holder: list[EngineDriver] = []
+        engine = Engine(settings, runner, clock=lambda: holder[0].now_s if holder else 0.0)
+        holder.append(EngineDriver(engine, runner))
+        return holder[0]
+
+    return make

@@ -1,6 +1,7 @@
 """Batching, chunks, prefix hits, ends and refusals, over the emulated runner."""
 
 import pytest
+
 from tidemill_engine.messages import Abort, AddCredit, RequestKey, ResetCache
 from tidemill_engine.scheduler.chunks import chunk_tokens
 

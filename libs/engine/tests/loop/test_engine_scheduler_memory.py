@@ -1,6 +1,7 @@
 """Admission, preemption, fairness and shared cold prefixes when blocks are scarce, over the emulated runner."""
 
 import pytest
+
 from tidemill_engine.messages import Abort
 
 
@@ -113,9 +114,7 @@ def test_requests_over_one_long_prefix_keep_room_to_decode(emulated_service):
 
 @pytest.mark.parametrize("snapshot_interval", [0, 8])
 def test_one_cold_prefix_is_computed_once_for_all_who_want_it(emulated_service, snapshot_interval):
-    service = emulated_service(
-        num_blocks=128, max_num_seqs=16, snapshot_interval=snapshot_interval, num_snapshots=32
-    )
+    service = emulated_service(num_blocks=128, max_num_seqs=16, snapshot_interval=snapshot_interval, num_snapshots=32)
     prefix = list(range(96))
     keys = [service.submit(f"r{i}", [*prefix, 500 + i, 600 + i], max_tokens=2) for i in range(16)]
     service.run()

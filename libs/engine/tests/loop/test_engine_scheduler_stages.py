@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from tidemill_engine.messages import (
     Abort,
     EngineError,
@@ -113,7 +114,9 @@ def test_a_hand_over_continues_the_stream(emulated_service, emulated_continuatio
     assert not target.step()
     wanted = target.wanted[0]
     assert wanted.have_blocks == min(warm_tokens, prompt_length) // 4
-    assert wanted.have_hash == (hash_blocks(b"r" * 16, prompt, 4)[wanted.have_blocks - 1] if wanted.have_blocks else b"")
+    assert wanted.have_hash == (
+        hash_blocks(b"r" * 16, prompt, 4)[wanted.have_blocks - 1] if wanted.have_blocks else b""
+    )
     copy_blocks(source, blocks_of(source)[wanted.have_blocks :], target, wanted.block_ids)
     target.engine.handle(KVReady(key, source.exported[0].state))
     target.run()
