@@ -16,7 +16,7 @@ from tidemill_transfer.errors import TransferError
 from tidemill_transfer.frames import FrameReader, FrameType, FrameWriter, prepare_socket
 from tidemill_transfer.handshake import Fields, answer, greet
 
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = 10.0
 MAX_HANDSHAKES = 512
 BACKLOG = 1024
 

@@ -1,0 +1,289 @@
+"""The block store on one disk: append-only segments, an index in memory, eviction by segment with a second chance.
+
+Threads: any number may read while one writes. A block is in the index only once it is written whole, and every read is
+verified against its checksum, so that neither a crash nor the disk can make it serve a wrong byte.
+"""
+
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tidemill_kvcache.runs import CacheEvent
+from tidemill_kvstore.index import Entry, Index, key_of
+from tidemill_kvstore.record import BadRecord, RecordHeader
+from tidemill_kvstore.segment import (
+    Bytes,
+    ScanResult,
+    SegmentWriter,
+    read_record,
+    record_bytes,
+    scan_segment,
+    segment_ids,
+    segment_path,
+)
+from tidemill_transfer.checksum import checksum64
+
+FsyncPolicy = Literal["none", "segment", "put"]
+
+MIN_SEGMENTS = 4
+"""A capacity is cut into so many segments at least: one segment at a time is evicted."""
+
+_log = logging.getLogger(__name__)
+
+
+class StoreLocked(Exception):
+    """Another process uses the folder."""
+
+
+class SegmentStore:
+    """Blocks in a folder, up to a capacity."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, segment_bytes: int, fsync: FsyncPolicy = "none") -> None:
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = min(segment_bytes, capacity_bytes // MIN_SEGMENTS)
+        self.counters: Counter[str] = Counter()
+        self._folder = folder
+        self._fsync = fsync
+        self._index = Index()
+        self._sizes: dict[int, int] = {}
+        self._lock = threading.Lock()  # of index, sizes and counters; never held over a disk access
+        self._write_lock = threading.Lock()  # one writer; taken before _lock
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock_descriptor = _lock_folder(folder)
+        self._recover()
+        last = max(self._sizes, default=1)
+        self._writer = self._open_segment(last if self._sizes.get(last, 0) < self.segment_bytes else last + 1)
+        with self._write_lock:
+            self._make_room(0)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(self._sizes.values())
+
+    @property
+    def num_blocks(self) -> int:
+        with self._lock:
+            return len(self._index)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What became readable and what went since the last call, in order; the first call tells of all there is."""
+        with self._lock:
+            return self._index.take_events()
+
+    def fits(self, header: RecordHeader) -> bool:
+        """Whether a block of this size is taken at all."""
+        return record_bytes(header) <= self.segment_bytes
+
+    def put(self, blocks: Sequence[tuple[RecordHeader, Bytes]]) -> list[bool]:
+        """Stores blocks whose checksums were verified; True for those that are stored now, or were before.
+
+        When the disk refuses, that block and the rest are False and `disk_errors` rises.
+        """
+        stored = [False] * len(blocks)
+        with self._write_lock:
+            try:
+                for index, (header, payload) in enumerate(blocks):
+                    if not self._has(header):
+                        self._append(header, payload)
+                    stored[index] = True
+                if self._fsync == "put":
+                    self._writer.sync()
+            except OSError as error:
+                self._count("disk_errors")
+                _log.error("the disk refuses blocks: %s", error)
+        return stored
+
+    def find(self, kv_format: str, shard: str, hashes: Sequence[bytes], max_bytes: int) -> list[Entry]:
+        """The leading run of these blocks, as far as it fits; they count as read."""
+        found = []
+        with self._lock:
+            for entry in self._index.leading_run(kv_format, shard, hashes):
+                max_bytes -= entry.header.size_bytes
+                if max_bytes < 0:
+                    break
+                entry.referenced = True
+                found.append(entry)
+        return found
+
+    def read(self, entries: Sequence[Entry], out: Bytes) -> int:
+        """Reads found blocks one after the other into `out`; returns how many leading ones are whole and verified."""
+        offset = 0
+        for good, entry in enumerate(entries):
+            size = entry.header.size_bytes
+            if not self._read_block(entry, out[offset : offset + size]):
+                return good
+            offset += size
+        return len(entries)
+
+    def close(self) -> None:
+        """Closes the active segment and lets go of the folder; idempotent."""
+        with self._write_lock:
+            if self._lock_descriptor < 0:
+                return
+            if self._fsync != "none":
+                self._writer.sync()
+            self._writer.close()
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
+    # --- reading ---
+
+    def _read_block(self, entry: Entry, out: Bytes) -> bool:
+        try:
+            found = read_record(segment_path(self._folder, entry.segment_id), entry.offset, entry.header, out)
+        except FileNotFoundError:
+            self._segment_missing(entry.segment_id)
+            return False
+        except (BadRecord, OSError) as error:
+            self._drop_damaged(entry, str(error))
+            return False
+        if found != entry.header or checksum64(out) != entry.header.checksum:
+            self._drop_damaged(entry, "its checksum differs")
+            return False
+        return True
+
+    def _drop_damaged(self, entry: Entry, reason: str) -> None:
+        with self._lock:
+            if self._index.remove(entry):
+                self.counters["damaged_blocks"] += 1
+                _log.error("a block of segment %d is damaged: %s", entry.segment_id, reason)
+
+    def _segment_missing(self, segment_id: int) -> None:
+        """Somebody deleted a file under us, unless we have just evicted it."""
+        with self._lock:
+            if self._sizes.pop(segment_id, None) is None:
+                return
+            self.counters["missing_segments"] += 1
+            _log.error("segment %d is gone from the disk", segment_id)
+            for entry in self._index.in_segment(segment_id):
+                self._index.remove(entry)
+            self._index.forget_segment(segment_id)
+
+    # --- writing; all with _write_lock held ---
+
+    def _has(self, header: RecordHeader) -> bool:
+        """Whether the block is here; a copy without snapshot does not stand for one with."""
+        with self._lock:
+            entry = self._index.get(key_of(header))
+            return entry is not None and (entry.header.has_snapshot or not header.has_snapshot)
+
+    def _append(self, header: RecordHeader, payload: Bytes) -> None:
+        need = record_bytes(header)
+        assert need <= self.segment_bytes, "callers ask fits() first"
+        self._make_room(need)
+        self._write(header, payload)
+
+    def _write(self, header: RecordHeader, payload: Bytes) -> None:
+        if not self._writer.exists():
+            self._segment_missing(self._writer.segment_id)
+            self._roll()
+        elif self._writer.size_bytes and self._writer.size_bytes + record_bytes(header) > self.segment_bytes:
+            self._roll()
+        offset = self._writer.append(header, payload)
+        with self._lock:
+            self._sizes[self._writer.segment_id] = self._writer.size_bytes
+            self._index.put(Entry(header, self._writer.segment_id, offset))
+            self.counters["written_blocks"] += 1
+            self.counters["written_bytes"] += record_bytes(header)
+
+    def _roll(self) -> None:
+        if self._fsync != "none":
+            self._writer.sync()
+        self._writer.close()
+        self._writer = self._open_segment(self._writer.segment_id + 1)
+
+    def _open_segment(self, segment_id: int) -> SegmentWriter:
+        writer = SegmentWriter(self._folder, segment_id)
+        with self._lock:
+            self._sizes[segment_id] = writer.size_bytes
+        return writer
+
+    def _make_room(self, need: int) -> None:
+        while self.used_bytes + need > self.capacity_bytes:
+            with self._lock:
+                oldest = min(self._sizes)
+            if oldest == self._writer.segment_id:
+                self._roll()
+            self._evict(oldest)
+
+    def _evict(self, segment_id: int) -> None:
+        """Deletes a segment; what was read since it was written moves on, up to half a segment of it."""
+        survivors = self._read_survivors(segment_id)
+        surviving = {id(entry) for entry, _ in survivors}
+        with self._lock:
+            for entry in self._index.in_segment(segment_id):
+                if id(entry) not in surviving and self._index.remove(entry):
+                    self.counters["evicted_blocks"] += 1
+            self._sizes.pop(segment_id, None)
+        segment_path(self._folder, segment_id).unlink(missing_ok=True)
+        for entry, payload in survivors:
+            with self._lock:
+                present = self._index.get(key_of(entry.header)) is entry
+            if present:
+                self._move(entry, payload)
+        with self._lock:
+            self._index.forget_segment(segment_id)
+
+    def _move(self, entry: Entry, payload: Bytes) -> None:
+        try:
+            self._write(entry.header, payload)
+            self._count("kept_blocks")
+        except OSError as error:
+            self._count("disk_errors")
+            _log.error("the disk refuses a block that was to be kept: %s", error)
+            with self._lock:
+                self._index.remove(entry)
+
+    def _read_survivors(self, segment_id: int) -> list[tuple[Entry, Bytes]]:
+        survivors = []
+        room = self.segment_bytes // 2
+        with self._lock:
+            entries = [entry for entry in self._index.in_segment(segment_id) if entry.referenced]
+        for entry in reversed(entries):
+            room -= record_bytes(entry.header)
+            if room < 0:
+                break
+            payload = np.empty(entry.header.size_bytes, np.uint8)
+            if self._read_block(entry, payload):
+                survivors.append((entry, payload))
+        return survivors[::-1]
+
+    # --- start ---
+
+    def _recover(self) -> None:
+        for segment_id in segment_ids(self._folder):
+            path = segment_path(self._folder, segment_id)
+            result = ScanResult()
+            for offset, header in scan_segment(path, result):
+                self._index.put(Entry(header, segment_id, offset))
+            size = path.stat().st_size
+            if result.end < size:
+                os.truncate(path, result.end)
+                self.counters["truncated_bytes"] += size - result.end
+            self.counters["bad_records"] += result.bad_records
+            if result.end:
+                self._sizes[segment_id] = result.end
+            else:
+                path.unlink()
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self.counters[name] += 1
+
+
+def _lock_folder(folder: Path) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreLocked(f"{folder} is used by another process") from error
+    return descriptor
