@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 import urllib.request
@@ -114,25 +115,25 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServe
     yield from run_server("nats-server", tmp_path_factory.mktemp("nats"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[LocalServer]:
     """An etcd of the test's own."""
     yield from run_server("etcd", tmp_path)
 
 
-@pytest.fixture()
+@pytest.fixture
 def own_nats(tmp_path: Path) -> Iterator[LocalServer]:
     """A NATS of the test's own."""
     yield from run_server("nats-server", tmp_path)
 
 
-@pytest.fixture()
+@pytest.fixture
 def dead_address() -> str:
     """An address where nobody listens."""
     return f"127.0.0.1:{free_port()}"
 
 
-@pytest.fixture()
+@pytest.fixture
 def mesh_settings(request: pytest.FixtureRequest) -> Callable[..., ServiceSettings]:
     """Makes settings with a mesh name of the test's own and a short liveness."""
     mesh = "".join(letter if letter.isalnum() else "-" for letter in request.node.name.lower())[:60]
@@ -144,13 +145,13 @@ def mesh_settings(request: pytest.FixtureRequest) -> Callable[..., ServiceSettin
     return make
 
 
-@pytest.fixture()
+@pytest.fixture
 def metrics() -> Metrics:
     """Metrics of a process named like the test."""
     return Metrics("gateway", "test")
 
 
-@pytest.fixture()
+@pytest.fixture
 def value_of() -> Callable[[Metrics, str], float]:
     """Reads the sum of a metric's samples."""
 
@@ -162,12 +163,30 @@ def value_of() -> Callable[[Metrics, str], float]:
     return read
 
 
-@pytest.fixture()
-async def eventually() -> AsyncIterator[Callable[[Callable[[], object]], Awaitable[None]]]:
+@pytest.fixture
+async def child() -> AsyncIterator[Callable[..., Awaitable[asyncio.subprocess.Process]]]:
+    """Starts a Python program whose output can be read; killed at the end of the test."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start(source: str, *arguments: str) -> asyncio.subprocess.Process:
+        argv = [sys.executable, "-c", source, *arguments]
+        process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], object]], Awaitable[None]]:
     """Waits until a condition holds; the test's timeout is its only limit."""
 
     async def wait(condition: Callable[[], object]) -> None:
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    yield wait
+    return wait

@@ -76,7 +76,7 @@ async def call(channel: grpc.aio.Channel, kind: str, request: bytes = b"x") -> l
     return [answer async for answer in channel.unary_stream(path)(request)]
 
 
-@pytest.fixture()
+@pytest.fixture
 async def probe(
     mesh_settings: Callable[..., ServiceSettings],
 ) -> AsyncIterator[tuple[Probe, grpc.aio.Channel]]:

@@ -5,9 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.server import BindError, Servicer, advertised_host, is_loopback, peer_identity, serve_grpc
 
 SettingsMaker = Callable[..., ServiceSettings]
+Child = Callable[..., Awaitable[asyncio.subprocess.Process]]
 NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
@@ -51,6 +50,16 @@ async def ping(call: Any) -> bool:
     return answer is not grpc.aio.EOF and bool(answer.pong)
 
 
+async def eventually_refused(channel: grpc.aio.Channel) -> None:
+    while True:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+        try:
+            await ping(call)
+        except grpc.aio.AioRpcError:
+            return
+        call.cancel()
+
+
 async def test_health_follows_set_serving_for_the_process_and_each_service(mesh_settings: SettingsMaker) -> None:
     settings = mesh_settings()
     async with serve_grpc(settings, servicers(Worker())) as server:
@@ -77,11 +86,7 @@ async def test_a_server_that_stops_says_so_lets_calls_finish_and_refuses_new_one
         assert await ping(call)
         stopping = asyncio.ensure_future(server.stop(60.0))
         other = connect(server.endpoint, settings)
-        with pytest.raises(grpc.aio.AioRpcError):
-            while True:
-                fresh = worker_pb2_grpc.WorkerServiceStub(other).Connect()
-                await ping(fresh)
-                fresh.cancel()
+        await eventually_refused(other)
         assert await ping(call)
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
@@ -150,39 +155,30 @@ asyncio.run(main())
 """
 
 
-@contextmanager
-def child(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-async def first_line(process: subprocess.Popen[str]) -> str:
+async def first_line(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
+    return (await process.stdout.readline()).decode().strip()
 
 
-async def test_a_frozen_server_ends_the_callers_stream(mesh_settings: SettingsMaker) -> None:
-    with child(FROZEN_SERVER) as process:
-        channel = connect(await first_line(process), mesh_settings())
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
-        assert await ping(call)
-        os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await call.read()
-        assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
-        await channel.close()
+async def test_a_frozen_server_ends_the_callers_stream(mesh_settings: SettingsMaker, child: Child) -> None:
+    process = await child(FROZEN_SERVER)
+    channel = connect(await first_line(process), mesh_settings())
+    call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
+    assert await ping(call)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call.read()
+    assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+    await channel.close()
 
 
-async def test_a_frozen_client_ends_its_call_in_the_server(mesh_settings: SettingsMaker) -> None:
+async def test_a_frozen_client_ends_its_call_in_the_server(mesh_settings: SettingsMaker, child: Child) -> None:
     worker = Worker()
     async with serve_grpc(mesh_settings(), servicers(worker)) as server:
-        with child(FROZEN_CLIENT, server.endpoint) as process:
-            assert await first_line(process) == "connected"
-            os.kill(process.pid, signal.SIGSTOP)
-            await worker.ended.wait()
+        process = await child(FROZEN_CLIENT, server.endpoint)
+        assert await first_line(process) == "connected"
+        os.kill(process.pid, signal.SIGSTOP)
+        await worker.ended.wait()
 
 
 async def test_a_port_in_use_is_refused_by_name(mesh_settings: SettingsMaker) -> None:

@@ -98,5 +98,7 @@ class Channels:
             await channel.close()
 
     async def _close_later(self, channel: grpc.aio.Channel) -> None:
-        await channel.close(FORGET_GRACE_S)
-        self._forgotten.pop(channel, None)
+        # Not close(grace): a channel that is closing so cannot be closed at once any more.
+        await asyncio.sleep(FORGET_GRACE_S)
+        del self._forgotten[channel]
+        await channel.close()

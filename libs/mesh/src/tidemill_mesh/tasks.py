@@ -25,8 +25,10 @@ async def end(task: asyncio.Task[None] | None) -> None:
 
 async def wait_up_to(event: Awaitable[object], timeout_s: float) -> bool:
     """Waits for an event; False when the time is over first."""
+    # Not asyncio.wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
     try:
-        await asyncio.wait_for(event, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await event
     except TimeoutError:
         return False
     return True
