@@ -133,11 +133,18 @@ async def test_a_malformed_report_ends_the_epoch(tmp_path: Path) -> None:
         assert "malformed report" in domain.last_failure
 
 
-async def test_a_domain_that_cannot_start_stays_down_after_its_limit(tmp_path: Path) -> None:
-    async with running("dies-at-start", tmp_path, limit=2) as (domain, recorder, task):
+async def test_a_domain_that_fails_too_often_stays_down(tmp_path: Path) -> None:
+    async with running("last-words", tmp_path, limit=2) as (domain, _, task):
         await asyncio.wait_for(task, 30)
         assert domain.given_up
         assert domain.starts == 3
+
+
+async def test_a_domain_that_never_was_ready_is_tried_twice(tmp_path: Path) -> None:
+    async with running("dies-at-start", tmp_path) as (domain, recorder, task):
+        await asyncio.wait_for(task, 30)
+        assert domain.given_up
+        assert domain.starts == 2
         assert "exited with status 3" in domain.last_failure
         assert recorder.ups == recorder.downs == []
 

@@ -25,7 +25,7 @@ from tidemill_worker.l3 import L3Tier
 from tidemill_worker.launch import RANK_MODULE, plan_ranks
 from tidemill_worker.load_reports import LoadReporter
 from tidemill_worker.model_card import Assets, make_card, make_ref
-from tidemill_worker.model_files import ModelFiles, read_model_files
+from tidemill_worker.model_files import ModelFiles, ModelFolderError, read_model_files
 from tidemill_worker.reaper import reap
 from tidemill_worker.reports import ReportHandler
 from tidemill_worker.restarts import RestartPolicy
@@ -47,6 +47,8 @@ async def run_worker(
 ) -> None:
     """The main function of prefill and decode; `rank_module` is the command that starts a rank."""
     assert isinstance(context.settings, WorkerSettings), "a worker has worker settings"
+    if not context.settings.model:
+        raise ModelFolderError("no model is named: set --model to a model folder")
     files = await asyncio.to_thread(read_model_files, Path(context.settings.model))
     async with AsyncExitStack() as stack:
         socket_dir = Path(tempfile.mkdtemp(prefix="tidemill-"))
@@ -57,12 +59,24 @@ async def run_worker(
         body.server = await stack.enter_async_context(serve_grpc(context.settings, body.servicers()))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(domain.run(), name=f"domain {domain.index}") for domain in body.worker.domains]
+            tasks.append(group.create_task(require_a_start(body.worker.domains, list(tasks)), name="first start"))
             tasks.append(group.create_task(body.keep_time(), name="load and deadlines"))
             tasks.append(group.create_task(body.follow_domains(), name="membership of domains"))
             await context.drain.requested.wait()
             await body.drain()
             for task in tasks:
                 task.cancel()
+
+
+class WorkerStartError(Exception):
+    """No rank could be started; the message says why."""
+
+
+async def require_a_start(domains: Sequence[Domain], runs: Sequence[asyncio.Task[None]]) -> None:
+    """Ends the service when all its domains gave up before any was ever ready."""
+    await asyncio.wait(runs)
+    if not any(domain.was_up for domain in domains):
+        raise WorkerStartError(f"no rank could be started: {domains[0].last_failure}")
 
 
 def make_domains(

@@ -15,6 +15,9 @@ from tidemill_worker.restarts import RestartPolicy
 
 log = structlog.get_logger()
 
+# What keeps a domain from its first start (a missing transport, a model that does not fit) rarely mends itself.
+FIRST_STARTS = 2
+
 
 class DomainHooks(Protocol):
     """What a domain tells its owner; all calls are made on the event loop and return at once."""
@@ -47,6 +50,7 @@ class Domain:
         self.up = False
         self.starts = 0
         self.given_up = False
+        self.was_up = False
         self.ready: list[messages.RankReady] = []
         self.last_failure = ""
         self._plan = plan
@@ -79,7 +83,7 @@ class Domain:
                 await self._kill_all()
             self.last_failure = reason
             delay_s = self._policy.failed()
-            if delay_s is None:
+            if delay_s is None or (not self.was_up and self.starts >= FIRST_STARTS):
                 self.given_up = True
                 log.error("cache domain stays down after too many failures", domain=self.index, reason=reason)
                 return
@@ -96,7 +100,7 @@ class Domain:
         except (RankStartError, OSError, ValueError) as error:
             return str(error)
         self.epoch = secrets.token_hex(6)
-        self.up = True
+        self.up = self.was_up = True
         self._hooks.domain_up(self)
         log.info("cache domain ready", domain=self.index, epoch=self.epoch, backend=self.ready[0].backend)
         reason = "its service ended"

@@ -1,0 +1,107 @@
+"""Blocks go to kvstore and come back. The stores are emulated, wire and transfers are real."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from emulated_kvstore import EmulatedKvStore, running_store
+from gateway_rig import GatewayRig
+from worker_rig import Connect, Servers, StartWorker, WorkerProcess
+
+from tidemill.mesh.v1 import worker_pb2
+
+MESH = "l3"
+BLOCK = 32
+# Six full blocks and a part of one; the toy model takes snapshots at multiples of two blocks.
+PROMPT = [(13 * i) % 250 for i in range(6 * BLOCK + 5)]
+
+
+@pytest.fixture(scope="module", params=["llama", "toy"])
+def worker(start_worker: StartWorker, request: pytest.FixtureRequest) -> WorkerProcess:
+    """A prefill worker with L3, of a model without and of one with sequence state."""
+    return start_worker("prefill", f"l3-{request.param}", request.param, mesh=MESH, transport="tcp", l3_timeout_s=1.5)
+
+
+@pytest.fixture
+async def stores(servers: Servers) -> AsyncIterator[list[EmulatedKvStore]]:
+    """Two stores."""
+    async with running_store(servers, "kvstore-1", MESH) as one, running_store(servers, "kvstore-2", MESH) as two:
+        yield [one, two]
+
+
+async def ask(rig: GatewayRig, request_id: str, prompt: list[int]) -> tuple[list[int], int]:
+    """Runs a request; its tokens and the prompt tokens that came from L3."""
+    rig.submit(request_id, prompt, max_tokens=4)
+    await rig.finished(request_id)
+    first = next(output for output in rig.outputs[request_id] if output.HasField("cached"))
+    return rig.tokens(request_id), first.cached.l3
+
+
+async def counters(rig: GatewayRig) -> dict[str, int]:
+    """The worker's counters."""
+    return dict((await rig.status()).counters)
+
+
+async def stored(rig: GatewayRig, blocks: int) -> None:
+    """Waits until so many blocks are in L3, as the worker has counted them."""
+    async with asyncio.timeout(30):
+        while True:
+            counts = await counters(rig)
+            if counts.get("l3_blocks_offloaded", 0) + counts.get("l3_blocks_present", 0) >= blocks:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def forget(rig: GatewayRig) -> None:
+    """Empties L1."""
+    await rig.stub.ResetCache(worker_pb2.ResetCacheRequest())
+
+
+async def test_computed_blocks_come_back_from_l3_with_the_same_tokens(
+    worker: WorkerProcess, stores: list[EmulatedKvStore], connect: Connect
+) -> None:
+    async with connect(worker) as rig:
+        cold, from_l3 = await ask(rig, "cold", PROMPT)
+        assert from_l3 == 0
+        await stored(rig, 6)
+        assert all(store.blocks for store in stores), "both stores have a share"
+        await forget(rig)
+        assert await ask(rig, "warm", PROMPT) == (cold, 6 * BLOCK)
+        await rig.until_idle()
+
+
+async def test_a_flipped_bit_costs_the_hit_and_changes_no_token(
+    worker: WorkerProcess, stores: list[EmulatedKvStore], connect: Connect
+) -> None:
+    prompt = PROMPT[1:]
+    async with connect(worker) as rig:
+        before = await counters(rig)
+        cold, _ = await ask(rig, "clean", prompt)
+        await stored(rig, before.get("l3_blocks_offloaded", 0) + before.get("l3_blocks_present", 0) + 6)
+        for store in stores:
+            store.corrupt = True
+        await forget(rig)
+        tokens, from_l3 = await ask(rig, "flipped", prompt)
+        assert tokens == cold
+        assert from_l3 < 6 * BLOCK
+        assert sum(store.gets for store in stores) > 0
+        await rig.until_idle()
+
+
+async def test_a_store_that_does_not_answer_costs_its_deadline_only(
+    worker: WorkerProcess, stores: list[EmulatedKvStore], connect: Connect
+) -> None:
+    for store in stores:
+        store.silent = True
+    async with connect(worker) as rig:
+        tokens, from_l3 = await ask(rig, "unanswered", PROMPT[2:])
+        assert (len(tokens), from_l3) == (4, 0)
+        assert (await counters(rig))["l3_errors_deadline"] >= 1
+        await rig.until_idle()
+
+
+async def test_without_any_store_requests_are_computed(worker: WorkerProcess, connect: Connect) -> None:
+    async with connect(worker) as rig:
+        tokens, from_l3 = await ask(rig, "alone", PROMPT[3:])
+        assert (len(tokens), from_l3) == (4, 0)
+        await rig.until_idle()
