@@ -1,25 +1,43 @@
 #!/bin/sh
-# Inside an image build: install.sh CONSTRAINTS DISTRIBUTION[EXTRA]... into /opt/tidemill.
-# A CA file mounted as build secret "ca" is trusted; wheels in deploy/wheels are preferred to those of an index.
+# Steps of an image build, each its own layer so that a change of sources installs no torch again:
+#   install.sh CONSTRAINTS tools                     uv and the stub compiler into /opt/build, an empty /opt/tidemill
+#   install.sh CONSTRAINTS stubs                     the Python stubs of /src/proto
+#   install.sh CONSTRAINTS torch                     torch, a wheel of /src/deploy/wheels preferred to an index's
+#   install.sh CONSTRAINTS packages DISTRIBUTION...  distributions of /src and what they need
+# A CA file mounted as build secret "ca" is trusted.
 set -eu
+cd /src
 constraints=$1
-shift
-if [ -f /run/secrets/ca ]; then
+step=$2
+shift 2
+if [ -s /run/secrets/ca ]; then
     export PIP_CERT=/run/secrets/ca SSL_CERT_FILE=/run/secrets/ca
 fi
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
-here=$(cd "$(dirname "$0")" && pwd)
-cd "$here/../.."
-python=/opt/tidemill/bin/python
-[ -x "$python" ] || python3 -m venv /opt/tidemill
-[ -x /opt/build/bin/uv ] || { python3 -m venv /opt/build && /opt/build/bin/pip install -q -c "$constraints" uv grpcio-tools mypy-protobuf; }
-[ -f libs/client/src/tidemill/v1/__init__.py ] || PATH=/opt/build/bin:$PATH /opt/build/bin/python proto/generate.py
-case " $* " in
-*"[torch]"*)
-    # pip, because it alone takes a build of torch with a local version from deploy/wheels.
-    "$python" -m pip install -q -c "$constraints" --find-links deploy/wheels \
+# Images are read-only at run time: bytecode is made now or never.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
+case $step in
+tools)
+    python3 -m venv /opt/tidemill
+    python3 -m venv /opt/build
+    /opt/build/bin/pip install -q -c "$constraints" uv grpcio-tools mypy-protobuf
+    ;;
+stubs)
+    PATH=/opt/build/bin:$PATH python proto/generate.py
+    ;;
+torch)
+    # pip, because it alone prefers a wheel of a local version ("+cpu") to the index's of the same release.
+    /opt/tidemill/bin/pip install -q -c "$constraints" --find-links deploy/wheels \
         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' "$constraints")"
     ;;
+packages)
+    folders=$(/opt/build/bin/python deploy/image/closure.py "$@")
+    # shellcheck disable=SC2086
+    /opt/build/bin/uv pip install -q --python /opt/tidemill/bin/python -c "$constraints" $folders
+    # Two thirds of UCX's package are static libraries.
+    find /opt/tidemill -name '*.a' -delete
+    ;;
+*)
+    echo "no such step: $step" >&2
+    exit 2
+    ;;
 esac
-# shellcheck disable=SC2046
-/opt/build/bin/uv pip install -q --python "$python" -c "$constraints" $(/opt/build/bin/python deploy/image/closure.py "$@")

@@ -10,11 +10,18 @@ import pytest
 from harness.running import RunningCluster
 from tidemill_local.home import Home
 from tidemill_local.models import ensure_smollm2, run_loader
+from tidemill_mesh import log
 
 LIVE: list[RunningCluster] = []
 
 Checkpoint = Callable[[str], Path]
 StartCluster = Callable[..., RunningCluster]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    """The tests' own process logs warnings only; its clusters log as always."""
+    log.configure("console", "warning", "tests", "tests")
 
 
 @pytest.fixture(scope="session")
