@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -120,6 +121,12 @@ class EmulatedMesh:
         self.grpc_endpoint, http = published.result()
         self.http = f"http://{http}"
 
+    async def until_ready(self) -> None:
+        """Until the gateway's model can be used."""
+        async with httpx2.AsyncClient() as client, asyncio.timeout(20):
+            while (await client.get(f"{self.http}/ready")).status_code != 200:
+                await asyncio.sleep(0.01)
+
     async def stop_gateway(self) -> None:
         assert self.drain is not None
         assert self.task is not None
@@ -152,6 +159,7 @@ async def emulated_mesh(bare_mesh: EmulatedMesh) -> EmulatedMesh:
     await bare_mesh.add(ROLE_PREFILL)
     await bare_mesh.add(ROLE_DECODE)
     await bare_mesh.start_gateway()
+    await bare_mesh.until_ready()
     return bare_mesh
 
 

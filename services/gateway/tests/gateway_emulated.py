@@ -123,6 +123,7 @@ class EmulatedWorker(WorkerServiceServicer):
     instance: str
     incarnation: str = ""
     step_s: float = 0.001
+    num_blocks: int = 256
     frozen: bool = False
     die_at: int = -1
     """Position at which it dies instead of sending the token."""
@@ -236,6 +237,8 @@ class EmulatedWorker(WorkerServiceServicer):
             return pb.Output(key=submit.key, finish=pb.FINISH_ERROR, error=detail)
         if running.credit <= 0:
             return None
+        if running.first and submit.stage == pb.Submit.STAGE_DECODE and not self._kv_is_ready(submit):
+            return None
         output = pb.Output(key=submit.key, first_position=running.position)
         if running.first:
             running.first = False
@@ -258,6 +261,9 @@ class EmulatedWorker(WorkerServiceServicer):
             if output.finish == pb.FINISH_PREFILLED:
                 self.held.add(key)
         return output
+
+    def _kv_is_ready(self, submit: pb.Submit) -> bool:
+        return _key(submit.key) in self.fleet[submit.source.prefill.domain.instance].held
 
     def _finish(self, running: Running, token: int) -> "pb.Finish.ValueType":
         sampling = running.submit.sampling
@@ -305,7 +311,7 @@ async def serving(
             instance=worker.instance,
             role=worker.role,  # type: ignore[arg-type]
             endpoint=server.endpoint,
-            domains=[DomainRecord(epoch="e1", num_blocks=256)],
+            domains=[DomainRecord(epoch="e1", num_blocks=worker.num_blocks)],
             models=[worker.assets.ref],
         )
         registration = await membership.register(record)

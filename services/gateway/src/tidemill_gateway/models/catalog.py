@@ -61,6 +61,8 @@ class Catalog:
         """The revision of a name or alias to use for a new request; MODEL_NOT_FOUND, or UNAVAILABLE while it loads."""
         self._refresh_seen()
         found = [e for e in self._entries.values() if name == e.ref.name or name in e.ref.aliases]
+        if not self._entries:
+            raise MeshError(errors_pb2.ERROR_CODE_UNAVAILABLE, "no worker has shown up yet", retry_after_s=1)
         if not found:
             known = ", ".join(sorted({e.ref.name for e in self._entries.values()})) or "none"
             raise MeshError(
