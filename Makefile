@@ -69,7 +69,7 @@ fix: setup ## Mend formatting and lint.
 	$(BIN)/buf format -w
 
 bench: setup ## Run one benchmark: make bench NAME=serving.
-	$(BIN)/python -m tidemill_bench $(NAME) $(ARGS)
+	$(BIN)/python -m tidemill_bench $(NAME) --home $(TIDEMILL_HOME) $(ARGS)
 
 bench-deps: ## Install the peers that benchmarks compare with, in an environment of their own.
 	PYTHON=$(PYTHON) bench/deps.sh $(TIDEMILL_HOME)/peers
