@@ -46,8 +46,8 @@ class Costs:
     direct_uncached_tokens: int = 16
     decode_high_water: float = 0.9
     expected_output_tokens: int = 256
-    tie_fraction: float = 0.1
-    work_weight: float = 0.25
+    tie_fraction: float = 0.05
+    work_weight: float = 1.0
     stale_load_s: float = 1.0
     stale_penalty_s: float = 2.0
     default_prefill_tokens_per_s: float = 500.0
@@ -64,9 +64,19 @@ def staleness_s(candidate: Candidate, costs: Costs) -> float:
 
 def prefill_rate(candidate: Candidate, costs: Costs) -> float:
     """Tokens a second."""
-    return candidate.load.prefill_tokens_per_s or costs.default_prefill_tokens_per_s
+    return _plausible(candidate.load.prefill_tokens_per_s, 0.1, 1e9, costs.default_prefill_tokens_per_s)
 
 
 def transfer_rate(candidate: Candidate, costs: Costs) -> float:
     """Bytes a second."""
-    return candidate.load.transfer_bytes_per_s or costs.default_transfer_bytes_per_s
+    return _plausible(candidate.load.transfer_bytes_per_s, 1e3, 1e13, costs.default_transfer_bytes_per_s)
+
+
+def decode_step_s(candidate: Candidate, costs: Costs) -> float:
+    """Seconds of a decode step."""
+    return _plausible(candidate.load.decode_step_s, 1e-6, 600.0, costs.default_decode_step_s)
+
+
+def _plausible(measured: float, least: float, most: float, default: float) -> float:
+    """A measure as a worker reports it; the default where it reports none, or nonsense."""
+    return measured if least <= measured <= most else default

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tidemill_kvcache.domain_track import Holder
 from tidemill_kvcache.index import TierDepth
-from tidemill_router.candidate import Candidate, Costs, ModelFacts, staleness_s, transfer_rate
+from tidemill_router.candidate import Candidate, Costs, ModelFacts, decode_step_s, staleness_s, transfer_rate
 from tidemill_router.pick import pick
 
 STEP_GROWTH_PER_SEQUENCE = 0.1
@@ -68,8 +68,7 @@ def estimate_decode(
 ) -> DecodeEstimate:
     """Predicts one target."""
     load, claims = candidate.load, candidate.claims
-    tpot_s = load.decode_step_s or costs.default_decode_step_s
-    tpot_s *= 1.0 + STEP_GROWTH_PER_SEQUENCE * (claims.sequences + 1)
+    tpot_s = decode_step_s(candidate, costs) * (1.0 + STEP_GROWTH_PER_SEQUENCE * (claims.sequences + 1))
     decode_s = tpot_s * need.output_tokens(costs)
     lacking_tokens = max(0, need.context_tokens - depth.l1 * facts.block_size)
     use_after = blocks_use(candidate, need.blocks(facts, costs))

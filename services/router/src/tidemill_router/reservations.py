@@ -123,11 +123,12 @@ class Reservations:
         return True
 
     def prefilled(self, reservation_id: str) -> bool:
-        """The prompt is computed: its tokens are no longer ahead of others; False: not known."""
+        """The prompt is computed: not ahead of others any more, and in the index from now on; False: not known."""
         found = self._live.get(reservation_id)
         if found is None:
             return False
-        found.prefill_tokens = 0
+        self.pending.remove(holder_of(found.domain), found.hashes)
+        found.prefill_tokens, found.hashes = 0, ()
         return self.renew(reservation_id)
 
     def end(self, reservation_id: str, reason: str) -> bool:

@@ -19,9 +19,9 @@ class RouterSettings(ServiceSettings):
     """Share of a decode instance's blocks that placements may fill; when all are above it, it is not looked at."""
     expected_output_tokens: int = setting(256, minimum=1)
     """Output tokens assumed of a request that allows more."""
-    tie_fraction: float = setting(0.1, minimum=0.0, maximum=1.0)
+    tie_fraction: float = setting(0.05, minimum=0.0, maximum=1.0)
     """Instances within this share of the best predicted seconds are equal; one of them is drawn."""
-    work_weight: float = setting(0.25, minimum=0.0, maximum=10.0)
+    work_weight: float = setting(1.0, minimum=0.0, maximum=10.0)
     """Extra weight of the seconds an instance would compute, so that it does not repeat what another is computing."""
     max_queue_s: float = setting(600.0, minimum=0.0)
     """Predicted queue seconds beyond which requests are refused with a time to retry; 0: never."""

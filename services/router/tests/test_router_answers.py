@@ -1,0 +1,317 @@
+"""The router's answers over a view of a mesh: who is eligible, what is refused and why, what is reserved."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tidemill.mesh.v1.common_pb2 import DomainRef, InstanceRef
+from tidemill.mesh.v1.events_pb2 import LoadReport
+from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, DomainRecord, MembershipRecord, ModelRef, Role
+from tidemill.mesh.v1.router_pb2 import (
+    PlaceDecodeRequest,
+    PlaceDecodeResponse,
+    PlacePrefillRequest,
+    PlacePrefillResponse,
+)
+from tidemill.v1 import errors_pb2
+from tidemill_kvcache.hashing import chain_root, hash_blocks, join_hashes
+from tidemill_kvcache.index import L1, L3, BlockIndex
+from tidemill_mesh.errors import MeshError
+from tidemill_mesh.load import LoadSample
+from tidemill_router.candidate import Costs, ModelFacts
+from tidemill_router.fences import Fences
+from tidemill_router.reservations import DECODE, PREFILL, SOFT, WHOLE, Reservations
+from tidemill_router.router import Router
+from tidemill_router.view import MeshView
+
+REVISION = "rev-a"
+GATEWAY = InstanceRef(instance="g-0", incarnation="gi")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Instances:
+    records: dict[str, MembershipRecord] = field(default_factory=dict)
+    connected: bool = True
+
+
+@dataclass
+class Loads:
+    samples: dict[tuple[str, int], LoadSample] = field(default_factory=dict)
+
+
+class Mesh:
+    """A router over records and load reports that the test sets."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.clock = Clock()
+        self.instances, self.loads, self.index = Instances(), Loads(), BlockIndex(1 << 24)
+        self.fences = Fences(self.clock)
+        self.reservations = Reservations("r1", 9.0, self.clock)
+        self.view = MeshView(self.instances, self.loads, self.fences, self.reservations, self.clock)
+        self.facts: ModelFacts | None = ModelFacts(32, 10_000)
+        self.router = Router(
+            self.view, self.index, self.reservations, lambda _: self.facts, Costs(), 60.0, random.Random(seed)
+        )
+
+    def add(
+        self, name: str, role: "Role.ValueType", *, revision: str = REVISION, domains: int = 1, draining: bool = False
+    ) -> None:
+        record = MembershipRecord(
+            instance=name,
+            incarnation=f"{name}-i",
+            role=role,
+            endpoint=f"{name}:1",
+            draining=draining,
+            domains=[DomainRecord(domain=d, epoch=f"{name}-e", num_blocks=1000) for d in range(domains)],
+            models=[ModelRef(name="m", revision=revision)],
+        )
+        self.instances.records[name] = record
+        self.view.see(record)
+        for domain in range(domains):
+            self.report(name, domain)
+
+    def report(self, name: str, domain: int = 0, *, epoch: str = "", **load: float) -> None:
+        ref = DomainRef(instance=name, incarnation=f"{name}-i", domain=domain, epoch=epoch or f"{name}-e")
+        values = {"total_blocks": 1000, "available_blocks": 1000, "prefill_tokens_per_s": 1000.0, **load}
+        self.loads.samples[(name, domain)] = LoadSample(LoadReport(domain=ref, **values), self.clock.now)
+
+    def place(self, hashes: list[bytes] | None = None, tokens: int = 1000, **more: Any) -> PlacePrefillResponse:
+        values = {"request_id": "q", "gateway": GATEWAY, "model_revision": REVISION, "max_tokens": 64, **more}
+        packed = join_hashes(hashes or [])
+        return self.router.place_prefill(PlacePrefillRequest(prompt_tokens=tokens, block_hashes=packed, **values))
+
+    def place_decode(self, hashes: list[bytes] | None = None, tokens: int = 1000, **more: Any) -> PlaceDecodeResponse:
+        values = {"request_id": "q", "gateway": GATEWAY, "model_revision": REVISION, "max_tokens": 64, **more}
+        packed = join_hashes(hashes or [])
+        return self.router.place_decode(PlaceDecodeRequest(context_tokens=tokens, block_hashes=packed, **values))
+
+
+def pair(seed: int = 0) -> Mesh:
+    """One prefill and one decode instance."""
+    mesh = Mesh(seed)
+    mesh.add("p-0", ROLE_PREFILL)
+    mesh.add("d-0", ROLE_DECODE)
+    return mesh
+
+
+def prompt(first: int, blocks: int) -> list[bytes]:
+    return hash_blocks(chain_root(b"m", b""), range(first, first + blocks), 1)
+
+
+def code_of(caught: pytest.ExceptionInfo[MeshError]) -> int:
+    return caught.value.code
+
+
+def test_a_placement_names_the_domain_and_is_reserved_with_a_soft_decode_claim() -> None:
+    mesh = pair()
+    response = mesh.place()
+    assert response.target.endpoint == "p-0:1"
+    assert response.target.domain == DomainRef(instance="p-0", incarnation="p-0-i", domain=0, epoch="p-0-e")
+    assert not response.whole
+    assert response.reservation_deadline_s == 9.0
+    assert response.predicted_ttft_s == pytest.approx(1.0)
+    assert set(response.terms) == {"queue", "compute", "fetch_l2", "fetch_l3", "staleness", "total"}
+    assert mesh.reservations.count_by_kind() == {PREFILL: 1, DECODE: 0, WHOLE: 0, SOFT: 1}
+    decode = mesh.place_decode()
+    assert decode.target.endpoint == "d-0:1"
+    assert mesh.reservations.count_by_kind() == {PREFILL: 1, DECODE: 1, WHOLE: 0, SOFT: 0}
+
+
+def test_both_domains_of_one_instance_are_targets_of_their_own() -> None:
+    mesh = Mesh()
+    mesh.add("p-0", ROLE_PREFILL, domains=2)
+    mesh.add("d-0", ROLE_DECODE)
+    domains = Counter(mesh.place(request_id=str(i)).target.domain.domain for i in range(10))
+    assert domains == {0: 5, 1: 5}, "each reservation lengthens the queue of its own domain"
+
+
+def test_the_index_draws_a_prompt_to_its_holder() -> None:
+    mesh = pair()
+    mesh.add("p-1", ROLE_PREFILL)
+    hashes = prompt(0, 31)
+    mesh.index.stored(("p-1", 0), b"", hashes[:20], L1)
+    response = mesh.place(hashes)
+    assert response.target.domain.instance == "p-1"
+    assert response.expected_cached.l1 == 640
+
+
+def test_a_shared_store_counts_for_every_instance() -> None:
+    mesh = pair()
+    hashes = prompt(0, 31)
+    mesh.index.stored(("kv-0", 0), b"", hashes[:20], L3)
+    assert mesh.place(hashes).expected_cached.l3 == 640
+
+
+def test_simultaneous_requests_with_one_cold_head_stay_together() -> None:
+    mesh = pair()
+    for name in ("p-1", "p-2", "p-3"):
+        mesh.add(name, ROLE_PREFILL)
+    head = prompt(0, 256)
+    places = [
+        mesh.place([*head, *hash_blocks(head[-1], [1000 + i], 1)], 256 * 32 + 40, request_id=str(i)).target.domain
+        for i in range(16)
+    ]
+    assert len({domain.instance for domain in places}) == 1
+
+
+def test_cold_prompts_that_arrive_together_spread() -> None:
+    mesh = pair()
+    for name in ("p-1", "p-2", "p-3"):
+        mesh.add(name, ROLE_PREFILL)
+    places = Counter(mesh.place(prompt(1000 * i, 31), request_id=str(i)).target.domain.instance for i in range(40))
+    assert max(places.values()) <= 13
+
+
+def test_fenced_draining_and_excluded_instances_are_not_chosen() -> None:
+    mesh = pair()
+    mesh.add("p-1", ROLE_PREFILL)
+    mesh.add("p-2", ROLE_PREFILL, draining=True)
+    mesh.fences.fence("p-0", "p-0-i")
+    assert {mesh.place(request_id=str(i)).target.domain.instance for i in range(10)} == {"p-1"}
+    mesh.report("p-1", draining=True)
+    assert mesh.place(request_id="x").whole
+    mesh.report("p-1")
+    assert mesh.place(request_id="y", excluded_instances=["p-1"]).whole
+
+
+def test_an_instance_that_still_loads_gets_nothing() -> None:
+    mesh = pair()
+    del mesh.instances.records["p-0"].domains[:]
+    assert mesh.place().whole
+
+
+def test_without_prefill_instances_a_decode_instance_does_both_and_says_so() -> None:
+    mesh = Mesh()
+    mesh.add("d-0", ROLE_DECODE)
+    response = mesh.place()
+    assert (response.whole, response.terms["degraded"]) == (True, 1.0)
+    assert mesh.reservations.count_by_kind()[WHOLE] == 1
+
+
+def test_a_nearly_cached_prompt_goes_to_its_decode_instance_alone() -> None:
+    mesh = pair()
+    hashes = prompt(0, 31)
+    mesh.index.stored(("d-0", 0), b"", hashes, L1)
+    response = mesh.place(hashes, 31 * 32 + 8)
+    assert response.whole
+    assert response.target.domain.instance == "d-0"
+    assert "degraded" not in response.terms
+    mesh.report("d-0", available_blocks=20)
+    assert not mesh.place(hashes, 31 * 32 + 8, request_id="other").whole
+
+
+def test_a_missing_role_is_named() -> None:
+    mesh = Mesh()
+    mesh.add("p-0", ROLE_PREFILL)
+    with pytest.raises(MeshError, match=r"no decode instance .* rev-a") as caught:
+        mesh.place()
+    assert code_of(caught) == errors_pb2.ERROR_CODE_UNAVAILABLE
+    assert caught.value.retry_after_s > 0
+    with pytest.raises(MeshError, match="no decode instance"):
+        mesh.place_decode()
+
+
+def test_only_a_revision_that_never_was_is_not_found() -> None:
+    mesh = pair()
+    with pytest.raises(MeshError) as caught:
+        mesh.place(model_revision="other")
+    assert code_of(caught) == errors_pb2.ERROR_CODE_MODEL_NOT_FOUND
+    mesh.instances.records.clear()
+    with pytest.raises(MeshError) as caught:
+        mesh.place()
+    assert code_of(caught) == errors_pb2.ERROR_CODE_UNAVAILABLE
+    with pytest.raises(MeshError) as caught:
+        Mesh().place(model_revision="other")
+    assert code_of(caught) == errors_pb2.ERROR_CODE_UNAVAILABLE, "a mesh without workers knows of no model"
+
+
+def test_each_model_has_its_own_instances() -> None:
+    mesh = pair()
+    mesh.add("p-b", ROLE_PREFILL, revision="rev-b")
+    mesh.add("d-b", ROLE_DECODE, revision="rev-b")
+    for i in range(10):
+        assert mesh.place(request_id=str(i), model_revision="rev-b").target.domain.instance == "p-b"
+        assert mesh.place_decode(request_id=str(i), model_revision="rev-b").target.domain.instance == "d-b"
+
+
+def test_wrong_fields_are_named() -> None:
+    mesh = pair()
+    for change, field_name in (
+        ({"tokens": 0}, "prompt_tokens"),
+        ({"model_revision": ""}, "model_revision"),
+    ):
+        with pytest.raises(MeshError) as caught:
+            mesh.place(**change)
+        assert (code_of(caught), caught.value.field) == (errors_pb2.ERROR_CODE_INVALID_ARGUMENT, field_name)
+    with pytest.raises(MeshError) as caught:
+        mesh.place([b"short"])
+    assert caught.value.field == "block_hashes"
+    assert len(mesh.reservations) == 0
+
+
+def test_a_prompt_that_no_pool_can_hold_is_refused_with_the_limit() -> None:
+    mesh = pair()
+    mesh.report("d-0", total_blocks=10, available_blocks=10)
+    mesh.place(tokens=319)
+    with pytest.raises(MeshError) as caught:
+        mesh.place(tokens=320)
+    assert code_of(caught) == errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG
+    assert caught.value.limit == "319 tokens"
+
+
+def test_a_queue_beyond_the_limit_is_refused_with_a_time_to_retry() -> None:
+    mesh = pair()
+    mesh.report("p-0", waiting_prefill_tokens=100_000)
+    with pytest.raises(MeshError) as caught:
+        mesh.place()
+    assert code_of(caught) == errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
+    assert caught.value.retry_after_s == pytest.approx(40.0)
+    assert len(mesh.reservations) == 0
+
+
+def test_load_of_an_older_epoch_does_not_count() -> None:
+    mesh = pair()
+    mesh.add("p-1", ROLE_PREFILL)
+    mesh.report("p-0", epoch="old", waiting_prefill_tokens=10)
+    (candidate,) = [c for c in mesh.view.candidates(ROLE_PREFILL, REVISION) if c.key[0] == "p-0"]
+    assert candidate.age_s == float("inf")
+    mesh.instances.connected = False
+    (candidate,) = [c for c in mesh.view.candidates(ROLE_PREFILL, REVISION) if c.key[0] == "p-0"]
+    assert candidate.domain.epoch == "old", "while etcd is away the worker's own reports know best"
+
+
+def test_placement_works_before_the_model_card_is_there() -> None:
+    mesh = pair()
+    mesh.facts = None
+    hashes = prompt(0, 31)
+    mesh.index.stored(("p-0", 0), b"", hashes[:20], L1)
+    assert mesh.place(hashes).expected_cached.l1 == 640
+
+
+def test_old_load_reports_do_not_stop_placement() -> None:
+    mesh = pair()
+    mesh.clock.now += 3600
+    response = mesh.place()
+    assert response.terms["staleness"] == pytest.approx(2.0)
+
+
+def test_reservations_fill_a_decode_instance_up_to_its_high_water_mark() -> None:
+    mesh = pair()
+    mesh.add("d-1", ROLE_DECODE)
+    mesh.report("d-0", decode_step_s=0.001)
+    places = [mesh.place_decode(request_id=str(i)).target.domain.instance for i in range(40)]
+    assert places[0] == "d-0"
+    assert set(places) == {"d-0", "d-1"}
+    mesh.report("d-1", available_blocks=10)
+    assert mesh.place_decode(request_id="last").terms["over_high_water"] == 1.0
