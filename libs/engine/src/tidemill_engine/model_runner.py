@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from tidemill_engine.attention.base import Chunk, ForwardBatch
-from tidemill_engine.attention.torch_reference import TorchReference
 from tidemill_engine.kv_groups import kv_format, num_model_heads
 from tidemill_engine.kv_pool import KVPool, block_bytes
 from tidemill_engine.loading.model import load_model
@@ -26,7 +25,9 @@ class ModelRunner:
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
         self.tp = tp
-        self.model = load_model(Path(settings.model_dir), settings.kv_dtype, tp)
+        loaded = load_model(Path(settings.model_dir), settings.weights, settings.kv_dtype, tp)
+        self.model = loaded.model
+        self.backend = loaded.backend
         self.groups = self.model.groups
         self.kv_format = kv_format(self.groups, settings.block_size)
         self.vocab_size = self.model.vocab_size
@@ -47,8 +48,7 @@ class ModelRunner:
             num_snapshots=self.num_snapshots,
             head_range=self.head_range,
         )
-        self.attention = TorchReference(self.pool)
-        self.backend = f"cpu/{self.attention.name}/fp32"
+        self.attention = loaded.make_attention(self.pool)
         self.rows = RowTables(settings.max_num_seqs, self.context_tokens, settings.block_size)
         self.sampler = Sampler(settings.max_num_seqs, self.vocab_size)
         self.grammars = GrammarCompiler(Path(settings.model_dir), self.vocab_size)

@@ -61,6 +61,12 @@ def checkpoint(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Pat
     return tiny(name, **overrides)
 
 
+@pytest.fixture(params=["fp32", "auto"])
+def weights(request: pytest.FixtureRequest) -> str:
+    """The plain torch path and the C kernels."""
+    return str(request.param)
+
+
 def prompt(length: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 264, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -71,11 +77,11 @@ def reference(checkpoint: Path) -> Any:
 
 @torch.inference_mode()
 def test_logits_of_every_position_equal_the_reference_whole_and_chunked(
-    checkpoint: Path, start_runner: Callable[..., Any]
+    checkpoint: Path, weights: str, start_runner: Callable[..., Any]
 ) -> None:
     tokens = prompt(150)
     expected = reference(checkpoint)(torch.tensor([tokens])).logits[0]
-    driver = start_runner(checkpoint)
+    driver = start_runner(checkpoint, weights=weights)
     for chunk in (1000, 64, 17, 1):
         actual = driver.all_logits(tokens, chunk=chunk, poison=True)
         assert (actual - expected).abs().max() < LOGIT_BOUND, f"chunks of {chunk}"
@@ -83,10 +89,10 @@ def test_logits_of_every_position_equal_the_reference_whole_and_chunked(
 
 @torch.inference_mode()
 def test_greedy_tokens_and_logprobs_equal_the_reference_in_a_mixed_batch(
-    checkpoint: Path, start_runner: Callable[..., Any]
+    checkpoint: Path, weights: str, start_runner: Callable[..., Any]
 ) -> None:
     model = reference(checkpoint)
-    driver = start_runner(checkpoint)
+    driver = start_runner(checkpoint, weights=weights)
     sampling = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=5)
     lengths = {0: 5, 1: 33, 2: 80}
     for row, length in lengths.items():

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tidemill_engine.layers.elementwise import Elementwise
 from tidemill_engine.layers.linear import Linear
 from tidemill_engine.loading.checkpoint import Checkpoint
 from tidemill_engine.parallel.tp import TensorParallel
@@ -15,8 +16,11 @@ MakeLinear = Callable[[str, torch.Tensor, torch.Tensor | None], Linear]
 class WeightSource:
     """Cuts tensors to the rank's share while it reads them."""
 
-    def __init__(self, checkpoint: Checkpoint, tp: TensorParallel, make_linear: MakeLinear) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, tp: TensorParallel, make_linear: MakeLinear, elementwise: Elementwise
+    ) -> None:
         self.checkpoint = checkpoint
+        self.elementwise = elementwise
         self.tp = tp
         self._make_linear = make_linear
 

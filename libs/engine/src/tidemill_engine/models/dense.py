@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from tidemill_engine.attention.base import AttentionBackend, ForwardBatch
 from tidemill_engine.kv_groups import KVGroupSpec
-from tidemill_engine.layers.rotary import RotaryTable, rotate
+from tidemill_engine.layers.rotary import RotaryTable
 from tidemill_engine.loading.weights import WeightSource
 from tidemill_engine.models.config import ModelConfig
 
@@ -31,6 +31,7 @@ class SelfAttention:
             else None
         )
         self.tp = tp
+        self.elementwise = source.elementwise
 
     def project(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -38,14 +39,13 @@ class SelfAttention:
         """Rotated q, rotated k, v as [tokens, heads, dim]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.dim)
         split = self.num_heads + self.num_kv_heads
-        rotating = heads[:, :split]
         if self.qk_norms:
             q_norm, k_norm = self.qk_norms
             q = functional.rms_norm(heads[:, : self.num_heads], (self.dim,), q_norm, self.eps)
             k = functional.rms_norm(heads[:, self.num_heads : split], (self.dim,), k_norm, self.eps)
-            rotating = torch.cat([q, k], dim=1)
-        rotated = rotate(rotating, cos, sin)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, split:]
+            heads = torch.cat([q, k, heads[:, split:]], dim=1)
+        heads = self.elementwise.rotate(heads, split, cos, sin)
+        return heads[:, : self.num_heads], heads[:, self.num_heads : split], heads[:, split:]
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """Output projection, summed over the ranks."""
@@ -62,10 +62,10 @@ class GatedMlp:
         self.gate_up = source.columns(names, [inner, inner], hidden, bias=bias)
         self.down = source.row(f"{prefix}.down_proj", hidden, inner, bias=bias)
         self.tp = source.tp
+        self.elementwise = source.elementwise
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.tp.all_reduce(self.down(functional.silu(gate).mul_(up)))
+        return self.tp.all_reduce(self.down(self.elementwise.silu_mul(self.gate_up(x))))
 
 
 class Embeddings:
@@ -79,13 +79,16 @@ class Embeddings:
         head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
         self.head = source.head(head, vocab, hidden)
         self.tp = source.tp
+        self.elementwise = source.elementwise
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.table.index_select(0, token_ids).float()
 
-    def last(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Normed hidden states of the tokens that are sampled."""
-        return functional.rms_norm(hidden[batch.sample_indices], self.norm.shape, self.norm, self.eps)
+    def last(self, hidden: torch.Tensor, delta: torch.Tensor | None, batch: ForwardBatch) -> torch.Tensor:
+        """Normed hidden states of the tokens that are sampled; `delta` is what the last layer adds."""
+        index = batch.sample_indices
+        added = None if delta is None else delta[index]
+        return self.elementwise.add_rms_norm(hidden[index], added, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.tp.gather_columns(self.head(hidden))
@@ -113,17 +116,19 @@ class DenseModel:
         self.rotary = RotaryTable(config.rope, config.head_dim, config.context_tokens)
         self.embeddings = Embeddings(config, source)
         self.layers = [DenseLayer(config, source, index) for index in range(config.num_layers)]
+        self.elementwise = source.elementwise
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         hidden = self.embeddings.embed(batch.token_ids)
         cos, sin = self.rotary.at(batch.positions)
+        delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            normed = functional.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, layer.eps)
+            normed = self.elementwise.add_rms_norm(hidden, delta, layer.input_norm, layer.eps)
             q, k, v = layer.attention.project(normed, cos, sin)
-            hidden += layer.attention.finish(attention.paged(PAGED, index, q, k, v))
-            normed = functional.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, layer.eps)
-            hidden += layer.mlp(normed)
-        return self.embeddings.last(hidden, batch)
+            delta = layer.attention.finish(attention.paged(PAGED, index, q, k, v))
+            normed = self.elementwise.add_rms_norm(hidden, delta, layer.mlp_norm, layer.eps)
+            delta = layer.mlp(normed)
+        return self.embeddings.last(hidden, delta, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.embeddings.logits(hidden)

@@ -56,21 +56,23 @@ class ToyModel:
             StateLayer(config, source, i) if KINDS[i % 3] == STATE else DenseLayer(config, source, i)
             for i in range(config.num_layers)
         ]
+        self.elementwise = source.elementwise
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         hidden = self.embeddings.embed(batch.token_ids)
         rotary = self.rotary.at(batch.positions)
+        delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            normed = functional.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, layer.eps)
+            normed = self.elementwise.add_rms_norm(hidden, delta, layer.input_norm, layer.eps)
             if isinstance(layer, StateLayer):
-                hidden += layer.mix(normed, attention, index // 3)
+                delta = layer.mix(normed, attention, index // 3)
             else:
                 q, k, v = layer.attention.project(normed, *rotary)
                 attend = attention.paged if KINDS[index % 3] == PAGED else attention.window
-                hidden += layer.attention.finish(attend(KINDS[index % 3], index // 3, q, k, v))
-            normed = functional.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, layer.eps)
-            hidden += layer.mlp(normed)
-        return self.embeddings.last(hidden, batch)
+                delta = layer.attention.finish(attend(KINDS[index % 3], index // 3, q, k, v))
+            normed = self.elementwise.add_rms_norm(hidden, delta, layer.mlp_norm, layer.eps)
+            delta = layer.mlp(normed)
+        return self.embeddings.last(hidden, delta, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.embeddings.logits(hidden)
