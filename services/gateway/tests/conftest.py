@@ -16,7 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_emulated import Answer, Assets, EmulatedWorker, canned, new_worker, serving, tiny_assets, TEXT
+from gateway_emulated import TEXT, Answer, Assets, EmulatedWorker, canned, new_worker, serving, tiny_assets
+
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tidemill_gateway.service import serve
 from tidemill_gateway.settings import GatewaySettings
@@ -161,5 +162,3 @@ async def emulated_mesh(bare_mesh: EmulatedMesh) -> EmulatedMesh:
     await bare_mesh.start_gateway()
     await bare_mesh.until_ready()
     return bare_mesh
-
-

@@ -11,21 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from tidemill.mesh.v1 import worker_pb2 as pb
 from tidemill.mesh.v1.common_pb2 import DomainRef, InstanceRef
-from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, DomainRecord, MembershipRecord, ModelCard, ModelRef
+from tidemill.mesh.v1.membership_pb2 import (
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    DomainRecord,
+    MembershipRecord,
+    ModelCard,
+    ModelRef,
+)
 from tidemill.mesh.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from tidemill.v1 import errors_pb2
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.errors import MeshError
 from tidemill_mesh.membership import Membership
 from tidemill_mesh.server import Servicer, serve_grpc
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 258
 VOCAB = 264
 CONTEXT = 1024
-TEXT = "It is a truth universally acknowledged, that a worker in possession of a good pool must be in want of a prompt. "
+TEXT = (
+    "It is a truth universally acknowledged, that a worker in possession of a good pool must be in want of a prompt. "
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -53,9 +63,7 @@ def byte_tokenizer() -> Tokenizer:
 def canned(text: str, *, ends: bool = True) -> Answer:
     """Bytes of a text, then the end of sequence (or the text again)."""
     data = text.encode()
-    return lambda _prompt, _choice, position: (
-        data[position % len(data)] if not ends or position < len(data) else EOS
-    )
+    return lambda _prompt, _choice, position: data[position % len(data)] if not ends or position < len(data) else EOS
 
 
 @dataclass
@@ -68,9 +76,7 @@ class Assets:
     @property
     def ref(self) -> ModelRef:
         digest = hashlib.sha256(self.card.SerializeToString()).hexdigest()
-        return ModelRef(
-            name=self.card.name, aliases=self.card.aliases, revision=self.card.revision, card_digest=digest
-        )
+        return ModelRef(name=self.card.name, aliases=self.card.aliases, revision=self.card.revision, card_digest=digest)
 
 
 def tiny_assets(name: str = "tiny", template: str = CHAT_TEMPLATE, **card_fields: Any) -> Assets:
@@ -173,6 +179,9 @@ class EmulatedWorker(WorkerServiceServicer):
             raise MeshError(errors_pb2.ERROR_CODE_NOT_FOUND, "no such asset")
         for start in range(0, len(data), 1000):
             yield pb.GetAssetResponse(data=data[start : start + 1000])
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> AsyncIterator[pb.GetSnapshotResponse]:  # type: ignore[override]
+        yield pb.GetSnapshotResponse(domain=domain_of(self), last=True, model_revision=self.assets.card.revision)
 
     # --- emulation ---------------------------------------------------------------------------------------------------
 
@@ -294,9 +303,7 @@ def _key(key: pb.RequestKey) -> Key:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    worker: EmulatedWorker, mesh: ServiceSettings
-) -> AsyncIterator[EmulatedWorker]:
+async def serving(worker: EmulatedWorker, mesh: ServiceSettings) -> AsyncIterator[EmulatedWorker]:
     """Registers the worker and serves until the block ends or the worker dies (its record stays until its lease ends)."""
     stop = asyncio.Event()
     worker.stop_now = stop.set

@@ -2,9 +2,10 @@ import pytest
 from gateway_emulated import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
 from tidemill_gateway.text.detokenizer import Detokenizer, detokenize
 from tidemill_gateway.text.token_bytes import TokenBytes, UnsupportedTokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models
 
 BYTES = TokenBytes(byte_tokenizer())
 

@@ -1,4 +1,5 @@
 from gateway_emulated import TEXT
+
 from tidemill.client import Client
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx2
 import pytest
 from gateway_emulated import TEXT, canned, tiny_assets
+
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tidemill_gateway.http.server import listen
 

@@ -200,7 +200,9 @@ async def test_completion_logprobs_have_offsets_and_the_sampled_token(client):
     logprobs = answer.choices[0].logprobs
     assert logprobs.text_offset == [0, 1, 2, 3]
     assert logprobs.tokens == list(TEXT[:4])
-    assert all(len(top) == 3 and token in top for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True))
+    assert all(
+        len(top) == 3 and token in top for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True)
+    )
 
 
 async def test_streamed_completion_logprobs_continue_their_offsets(client):
@@ -244,9 +246,7 @@ async def test_streamed_calls_have_indices_ids_and_names(client, emulated_mesh):
 
 async def test_one_call_is_enough_without_parallel_calls(client, emulated_mesh):
     says(emulated_mesh, CALL + CALL, ends=False)
-    answer = await client.chat.completions.create(
-        model="tiny", messages=HI, tools=[WEATHER], parallel_tool_calls=False
-    )
+    answer = await client.chat.completions.create(model="tiny", messages=HI, tools=[WEATHER], parallel_tool_calls=False)
     assert len(answer.choices[0].message.tool_calls) == 1
     await emulated_mesh.until(lambda: emulated_mesh.holds() == 0)
 

@@ -2,6 +2,7 @@ import pytest
 from gateway_emulated import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tidemill.mesh.v1.worker_pb2 import Logprobs
 from tidemill_gateway.text.choice_text import ChoiceText
 from tidemill_gateway.text.stop_strings import StopStrings

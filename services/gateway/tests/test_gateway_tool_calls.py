@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tidemill_gateway.grammar import grammar_of
 from tidemill_gateway.spec import ChatMessage, GenerationSpec, Tool
 from tidemill_gateway.text.tool_calls import HermesParser, WholeOutputParser

@@ -6,6 +6,7 @@ import pytest
 from gateway_emulated import byte_tokenizer, tiny_assets
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from tidemill.v1 import errors_pb2
 from tidemill.v1 import inference_pb2 as pb
 from tidemill_gateway.grpc_requests import to_spec
@@ -158,7 +159,9 @@ SCALARS = st.one_of(
     st.sampled_from(["", "auto", "none", "required", "function", "user", "assistant", "text", "json_object"]),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
 )
 FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
@@ -168,7 +171,8 @@ FIELDS = [
     "best_of", "user", "store", "metadata", "banana",
 ]  # fmt: skip
 MESSAGES = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), VALUES, max_size=4), max_size=3
+    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "tool_call_id"]), VALUES, max_size=4),
+    max_size=3,
 )
 TOOLS = st.lists(
     st.fixed_dictionaries({"type": st.just("function")}, optional={"function": st.dictionaries(
@@ -213,8 +217,8 @@ REALS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
 def sampling_protos() -> st.SearchStrategy[pb.SamplingParams]:
-    integers = {name: NUMBERS for name in ("max_tokens", "min_tokens", "top_k", "n", "top_logprobs", "seed")}
-    reals = {name: REALS for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")}
+    integers = dict.fromkeys(("max_tokens", "min_tokens", "top_k", "n", "top_logprobs", "seed"), NUMBERS)
+    reals = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), REALS)
     lists = {
         "logit_bias": st.dictionaries(st.integers(0, (1 << 32) - 1), REALS, max_size=3),
         "stop": st.lists(st.text(max_size=4), max_size=3),

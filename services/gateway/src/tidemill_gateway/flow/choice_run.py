@@ -96,7 +96,7 @@ class ChoiceRun:
         """P is ready to send: D may fetch."""
         if self.done or leg is not self.prefill or self._decode_target is None or self.decode is not None:
             return
-        leg.hand_over_at = 0.0
+        leg.hand_over_at = None
         self.decode = self._leg(Submit.STAGE_DECODE, self._decode_target, self._decode_held)
         self._decode_held = None
         submit = self._submit(self.decode)
@@ -154,7 +154,7 @@ class ChoiceRun:
     def check_progress(self, now: float, domain_progress_at: Callable[[Leg], float]) -> None:
         """Gives up on a leg that is silent beyond its bound, though its stream lives."""
         leg = self.prefill
-        if leg is not None and leg.hand_over_at and now - leg.hand_over_at > self._bounds.ticket_s:
+        if leg and leg.hand_over_at is not None and now - leg.hand_over_at > self._bounds.ticket_s:
             self._leg_failed(leg, _lost(leg, f"no ticket within {self._bounds.ticket_s:g} s"))
             return
         for leg in (self.prefill, self.decode):

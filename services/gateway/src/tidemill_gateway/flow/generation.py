@@ -205,7 +205,8 @@ class Generation:
         if choice.index == 0:
             self.placement.prefill_instance = placed.target.domain.instance
             self.placement.prefill_terms = dict(placed.terms)
-            self.placement.decode_instance = placed.target.domain.instance if placed.whole else ""
+            if placed.whole:
+                self.placement.decode_instance = placed.target.domain.instance
         self._mark(bypassed)
         held = self._hold(
             placed.reservation_id,

@@ -35,8 +35,8 @@ class Leg:
     reservation: Reservation | None
     opened_at: float
     progress_at: float
-    hand_over_at: float = 0.0
-    """When the hand-over was asked for; 0: not yet."""
+    hand_over_at: float | None = None
+    """Since when a ticket is awaited."""
     prefilled: bool = False
     """Its KV waits for the decode stage."""
     closed: bool = False

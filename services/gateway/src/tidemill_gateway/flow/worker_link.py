@@ -170,17 +170,23 @@ class WorkerLink:
         """Pings, and ends the call when nothing has come for liveness_s."""
         step_s = self._liveness_s / 3
         while True:
-            before = self._clock()
             await asyncio.sleep(step_s)
-            now = self._clock()
-            if now - before > 2 * step_s:
-                # This process stood still: what has arrived meanwhile must be read before the peer is judged.
-                self._last_seen = max(self._last_seen, now - self._liveness_s + step_s)
-            elif now - self._last_seen > self._liveness_s:
+            if await self._is_silent(step_s):
                 call.cancel()
                 return
             self._outbox.ping = True
             self._flush()
+
+    async def _is_silent(self, step_s: float) -> bool:
+        """Judges the peer only by time in which this process itself could read."""
+        if self._clock() - self._last_seen <= self._liveness_s:
+            return False
+        before = self._clock()
+        await asyncio.sleep(step_s / 2)
+        stood_still = self._clock() - before > step_s
+        if stood_still:
+            self._last_seen = self._clock() - self._liveness_s
+        return self._clock() - self._last_seen > self._liveness_s
 
     async def _pause(self, failures: int) -> None:
         """Back-off after the end of a stream; cut short when a stage wants to be sent."""
