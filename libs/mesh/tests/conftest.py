@@ -1,6 +1,7 @@
 """Real etcd and NATS servers for the tests of the mesh, killed, frozen and restarted at will."""
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.metrics import Metrics
@@ -161,6 +163,17 @@ def value_of() -> Callable[[Metrics, str], float]:
         return sum(sample.value for sample in samples if sample.name == wanted)
 
     return read
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Undoes what a test does to this process's logging."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture

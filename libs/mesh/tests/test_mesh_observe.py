@@ -9,14 +9,7 @@ import structlog
 from tidemill_mesh import log
 from tidemill_mesh.metrics import Metrics
 
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> object:
-    handlers, level = logging.getLogger().handlers, logging.getLogger().level
-    yield
-    logging.getLogger().handlers = handlers
-    logging.getLogger().setLevel(level)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def test_json_lines_carry_who_when_and_the_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.drain import Drain
-from tidemill_mesh.service import write_atomically
+from tidemill_mesh.service import ServiceContext, run_service, write_atomically
 
 Child = Callable[..., Awaitable[asyncio.subprocess.Process]]
 Eventually = Callable[[Callable[[], object]], Awaitable[None]]
@@ -152,12 +153,21 @@ async def test_the_exit_status_says_how_main_ended(
     assert await started.process.wait() == status
 
 
-async def test_a_bind_that_is_refused_or_taken_ends_the_start_by_name(
-    service: Callable[..., Awaitable[Started]], etcd: Any
-) -> None:
-    for flags in (["--host=0.0.0.0"], [f"--http-port={etcd.port}"], ["--instance=Not_Allowed"]):
-        started = await service("return", *flags)
-        assert await started.process.wait() == 1
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("wrong", ["host", "http_port", "instance"])
+def test_a_start_that_cannot_be_is_refused_by_name(wrong: str, etcd: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    async def never(_context: ServiceContext) -> None:
+        raise AssertionError("main must not run")
+
+    changes = {
+        "host": {"host": "0.0.0.0"},
+        "http_port": {"http_port": etcd.port},
+        "instance": {"instance": "Gateway_1"},
+    }
+    settings = ServiceSettings(etcd=etcd.address, nats=f"nats://127.0.0.1:{etcd.port}", **changes[wrong])
+    assert run_service("gateway", settings, never) == 1
+    told = {"host": "0.0.0.0", "http_port": str(etcd.port), "instance": "Gateway_1"}
+    assert told[wrong] in capsys.readouterr().err
 
 
 def test_a_drain_counts_down_from_the_request() -> None:
