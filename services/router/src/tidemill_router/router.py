@@ -171,7 +171,8 @@ class Router:
 
     def _facts(self, revision: str, tokens: int, hashes: Sequence[bytes]) -> ModelFacts:
         """The model's card, or while that is on its way what the request itself tells of the block size."""
-        return self.facts_of(revision) or ModelFacts(max(1, tokens // max(1, len(hashes))), 0)
+        at_most = max(1, tokens // max(1, len(hashes)))
+        return self.facts_of(revision) or ModelFacts(block_size=1 << (at_most.bit_length() - 1), kv_bytes_per_token=0)
 
     def _depths(self, hashes: Sequence[bytes]) -> dict[Holder, TierDepth]:
         return {holder: depth for holder, depth in self.index.match(hashes).items() if isinstance(holder, tuple)}
