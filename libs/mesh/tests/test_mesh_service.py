@@ -110,6 +110,7 @@ async def test_it_serves_its_status_registers_and_drains(
     assert status == 200
     assert 'tidemill_gateway_info{instance="gw-1"' in metrics
     assert "tidemill_gateway_bus_connected 1.0" in metrics
+    assert "tidemill_gateway_etcd_connected 1.0" in metrics
     started.stop()
     assert await started.process.wait() == 0
     assert not started.run_file.exists()

@@ -162,6 +162,10 @@ async def open_context(
         except OSError as error:
             raise BindError(f"cannot listen on {settings.host}:{settings.http_port}: {error}") from error
         stack.push_async_callback(status.close)
+        connected = metrics.gauge("etcd_connected", "1 while etcd confirms the view of the mesh.")
+        connected.set_function(lambda: float(instances.connected))
+        age = metrics.gauge("etcd_view_age_seconds", "Seconds since etcd last confirmed the view of the mesh.")
+        age.set_function(lambda: instances.age_s)
         context.http_endpoint = f"{advertised_host(settings)}:{status.port}"
         await instances.start()
         await membership.start()
