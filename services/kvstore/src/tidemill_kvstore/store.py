@@ -101,6 +101,11 @@ class SegmentStore:
                 _log.error("the disk refuses blocks: %s", error)
         return stored
 
+    def peek(self, kv_format: str, shard: str, hashes: Sequence[bytes]) -> list[Entry]:
+        """The leading run of these blocks."""
+        with self._lock:
+            return list(self._index.leading_run(kv_format, shard, hashes))
+
     def find(self, kv_format: str, shard: str, hashes: Sequence[bytes], max_bytes: int) -> list[Entry]:
         """The leading run of these blocks, as far as it fits; they count as read."""
         found = []

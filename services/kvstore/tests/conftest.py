@@ -1,0 +1,132 @@
+"""Real etcd, NATS and kvstore processes; the test process is the worker."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tidemill.mesh.v1 import kvstore_pb2_grpc, worker_pb2_grpc
+from tidemill_local import processes, servers
+from tidemill_local.home import Home
+from tidemill_mesh.config import ServiceSettings
+from tidemill_transfer.agent import TransferAgent, open_agent
+
+START_S = 60.0
+
+
+class KvStoreProcess:
+    """`python -m tidemill_kvstore` with its state in a folder."""
+
+    def __init__(self, folder: Path, settings: ServiceSettings, **changes: Any) -> None:
+        self.folder = folder
+        self.instance = "kvstore-1"
+        values = {
+            "instance": self.instance,
+            "mesh": settings.mesh,
+            "etcd": settings.etcd,
+            "nats": settings.nats,
+            "run-dir": folder / "run",
+            "data-dir": folder / "data",
+            "liveness-s": settings.liveness_s,
+            **{name.replace("_", "-"): value for name, value in changes.items()},
+        }
+        self.argv = [sys.executable, "-m", "tidemill_kvstore", *(f"--{name}={value}" for name, value in values.items())]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def start(self) -> str:
+        """Starts it and waits until it is ready; its gRPC endpoint."""
+        run_file = self.folder / "run" / f"{self.instance}.json"
+        run_file.unlink(missing_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self.argv, stdout=log, stderr=log)
+        end = time.monotonic() + START_S
+        while not run_file.exists():
+            assert self.process.poll() is None, self.log[-3000:]
+            assert time.monotonic() < end, self.log[-3000:]
+            time.sleep(0.05)
+        endpoint: str = json.loads(run_file.read_text())["endpoint"]
+        return endpoint
+
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def mesh_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(etcd, nats) addresses."""
+    home = Home(tmp_path_factory.mktemp("servers"))
+    home.prepare()
+    etcd, etcd_port = servers.start_etcd(home, "127.0.0.1")
+    nats, nats_port = servers.start_nats(home, "127.0.0.1")
+    for port in (etcd_port, nats_port):
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                assert time.monotonic() < end, "a server does not answer"
+                time.sleep(0.05)
+    yield f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}"
+    for record in (etcd, nats):
+        processes.stop(record, run_dir=home.run, grace_s=2.0)
+
+
+@pytest.fixture
+def mesh_settings(mesh_servers: tuple[str, str], request: pytest.FixtureRequest) -> ServiceSettings:
+    """A mesh of the test's own."""
+    mesh = "".join(letter if letter.isalnum() else "-" for letter in request.node.name.lower())[:60]
+    return ServiceSettings(mesh=mesh, liveness_s=1.5, etcd=mesh_servers[0], nats=mesh_servers[1])
+
+
+@pytest.fixture
+def start_kvstore(tmp_path: Path, mesh_settings: ServiceSettings) -> Iterator[Callable[..., KvStoreProcess]]:
+    """Starts kvstores on one folder, one after the other."""
+    started: list[KvStoreProcess] = []
+
+    def start(**changes: Any) -> KvStoreProcess:
+        started.append(KvStoreProcess(tmp_path, mesh_settings, **{"transport": "tcp", **changes}))
+        return started[-1]
+
+    yield start
+    for kvstore in started:
+        if kvstore.process is not None:
+            kvstore.end()
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[TransferAgent]:
+    """The worker's agent."""
+    opened = await open_agent("tcp", "127.0.0.1")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[str], tuple[Any, Any]]]:
+    """Stubs of (KvStoreService, WorkerService) for an endpoint."""
+    channels: list[grpc.aio.Channel] = []
+
+    def stubs(endpoint: str) -> tuple[Any, Any]:
+        channels.append(grpc.aio.insecure_channel(endpoint))
+        return kvstore_pb2_grpc.KvStoreServiceStub(channels[-1]), worker_pb2_grpc.WorkerServiceStub(channels[-1])
+
+    yield stubs
+    for channel in channels:
+        await channel.close()
