@@ -1,6 +1,7 @@
 """Two workers with real ranks on a tiny model: requests, hand-over, aborts, and nothing left afterwards."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -229,3 +230,30 @@ async def test_the_snapshot_follows_the_cache_and_a_reset_acts_on_an_idle_worker
     async with asyncio.timeout(10):
         while await blocks():
             await d.status()
+
+
+async def test_aborts_at_random_moments_of_hand_overs_leave_nothing(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    moments = random.Random(5)
+
+    async def one(number: int) -> None:
+        request_id, prompt = f"random-{number}", [(number * 17 + 3 * i) % 250 for i in range(30 + 5 * number)]
+        p.submit(request_id, prompt, "PREFILL", max_tokens=40)
+        if moments.random() < 0.2:
+            p.send(aborts=[key(request_id)])
+            return
+        await p.due(request_id)
+        source = await p.ticket(request_id, d)
+        d.submit(request_id, prompt, "DECODE", max_tokens=40, source=source)
+        await asyncio.sleep(moments.random() * 0.2)
+        legs = moments.choice([[p], [d], [p, d], []])
+        for leg in legs:
+            leg.send(aborts=[key(request_id)])
+        await d.finished(request_id)
+        if not any(output.hand_over_done for output in d.outputs[request_id]):
+            p.send(aborts=[key(request_id)])
+
+    await asyncio.gather(*(one(number) for number in range(40)))
+    finishes = {output.finish for number in range(40) for output in d.outputs[f"random-{number}"] if output.finish}
+    assert worker_pb2.FINISH_LENGTH in finishes
+    assert worker_pb2.FINISH_ABORTED in finishes

@@ -16,7 +16,7 @@ from tidemill_local import processes
 from tidemill_local.home import Home
 from tidemill_local.spec import flags
 
-START_S = 90.0
+START_S = 110.0
 # Small, so that several workers fit beside each other on a test machine.
 SMALL = {"torch_threads": 1, "num_blocks": 96, "max_num_seqs": 8, "liveness_s": 1.0, "drain_s": 5.0}
 

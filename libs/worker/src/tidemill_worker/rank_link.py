@@ -86,7 +86,8 @@ class RankLink:
         if self._process is not None:
             self._process.kill()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), KILL_WAIT_S)
+                async with asyncio.timeout(KILL_WAIT_S):
+                    await self._process.wait()
         if self._writer is not None:
             self._writer.close()
         if self._server is not None:
@@ -132,7 +133,8 @@ class RankLink:
         """The socket closed; the exit status that explains it follows within moments, if the process did end."""
         assert self._process is not None, "a rank reports only after it was started"
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), EXPLAIN_S)
+            async with asyncio.timeout(EXPLAIN_S):
+                await self._process.wait()
         self._end("closed its socket" if self._process.running else self._process.exit_words)
 
     async def _wait_exit(self) -> None:

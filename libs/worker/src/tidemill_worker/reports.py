@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
@@ -13,6 +12,7 @@ from tidemill_mesh.errors import MeshError, code_from_name
 from tidemill_worker.domain import Domain
 from tidemill_worker.due import due_requests
 from tidemill_worker.hand_over_dest import run_fetch
+from tidemill_worker.observers import CacheObserver, LoadTracker, Onboarder
 from tidemill_worker.requests import LiveRequest
 from tidemill_worker.sessions import GatewaySession
 from tidemill_worker.translate import from_key, from_output
@@ -21,45 +21,6 @@ from tidemill_worker.worker import Worker
 log = structlog.get_logger()
 
 PROGRESS_PER_LIVENESS = 3
-
-
-class CacheObserver(Protocol):
-    """Told of a domain's cache: KV events and L3 are observers."""
-
-    def domain_up(self, domain: Domain) -> None:
-        """A new epoch begins with an empty cache."""
-
-    def domain_down(self, domain: Domain) -> None:
-        """The epoch has ended."""
-
-    def stored(self, domain: Domain, event: messages.BlocksStored) -> None:
-        """Blocks became reusable."""
-
-    def removed(self, domain: Domain, event: messages.BlocksRemoved) -> None:
-        """Blocks left."""
-
-    def cleared(self, domain: Domain) -> None:
-        """All blocks left."""
-
-    def step_done(self, domain: Domain) -> None:
-        """All events of a step have been told."""
-
-
-class Onboarder(Protocol):
-    """Answers what a domain asks about L3."""
-
-    def wanted(self, domain: Domain, report: messages.OnboardWanted) -> None:
-        """A request lacks blocks; OnboardReady must follow."""
-
-    def pinned(self, domain: Domain, report: messages.BlocksPinned) -> None:
-        """Answers PinBlocks."""
-
-
-class LoadTracker(Protocol):
-    """Keeps the latest sample of each domain."""
-
-    def sampled(self, domain: Domain, sample: messages.LoadSample) -> None:
-        """A domain reports its load."""
 
 
 class ReportHandler:
