@@ -59,9 +59,7 @@ verify: setup ## All static checks; `make fix` mends what can be mended.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/lint-imports --cache-dir $(TIDEMILL_HOME)/cache/import-linter
-	$(BIN)/buf lint
-	$(BIN)/buf breaking --against proto/released.txtpb --path proto/tidemill/v1
-	$(BIN)/buf breaking --against proto/released.txtpb --path proto/tidemill/mesh || echo "advisory before the first tag"
+	$(BIN)/python proto/check.py
 
 fix: setup ## Mend formatting and lint.
 	$(BIN)/ruff check --fix .
@@ -81,7 +79,7 @@ constraints: setup ## Write constraints-cpu.txt anew from what is installed.
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' | grep -v '^pip==' >constraints-cpu.txt
 
 released: setup ## Record proto/ as the contract of a release.
-	$(BIN)/buf build --exclude-source-info -o proto/released.txtpb
+	$(BIN)/python proto/check.py --release
 
 clean: down ## Remove all that was made: TIDEMILL_HOME (models too) and the stubs.
 	rm -rf $(TIDEMILL_HOME) libs/client/src/tidemill/v1 libs/client/src/tidemill/mesh

@@ -68,7 +68,8 @@ async def look(addresses: Addresses, *, mesh: str = "default") -> MeshView:
     view = InstanceView(settings)
     await view.start()
     try:
-        await asyncio.wait_for(view.synced.wait(), VIEW_TIMEOUT_S)
+        async with asyncio.timeout(VIEW_TIMEOUT_S):
+            await view.synced.wait()
         records = dict(view.records)
     finally:
         await view.close()

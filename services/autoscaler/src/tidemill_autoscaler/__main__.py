@@ -1,6 +1,5 @@
 """Wires the autoscaler."""
 
-import asyncio
 import os
 import socket
 import sys
@@ -20,6 +19,7 @@ from tidemill_mesh.membership import Election, Registration
 from tidemill_mesh.membership.registration import leader_key, lease_ttl_s
 from tidemill_mesh.server import Servicer, serve_grpc
 from tidemill_mesh.service import ServiceContext, run_service
+from tidemill_mesh.tasks import wait_up_to
 
 SERVICE = "tidemill.mesh.v1.AutoscalerService"
 
@@ -65,10 +65,7 @@ async def run(context: ServiceContext, settings: AutoscalerSettings, controller:
             controller.step(source_healthy=context.bus.connected)
         except Exception:
             context.log.exception("a step failed; the next one follows")
-        try:
-            await asyncio.wait_for(context.drain.requested.wait(), settings.tick_s)
-        except TimeoutError:
-            continue
+        await wait_up_to(context.drain.requested.wait(), settings.tick_s)
 
 
 def make_controller(
