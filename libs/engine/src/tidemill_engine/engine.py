@@ -50,10 +50,16 @@ class Engine:
         """Takes a command; its reports come with the next step or tick."""
         self.scheduler.handle(command)
 
-    def step(self) -> tuple[bool, list[Report]]:
-        """Runs a step if there is one; returns whether there was, and reports (none when nothing happened)."""
+    def step(self, send_early: Callable[[list[Report]], None] = lambda _: None) -> tuple[bool, list[Report]]:
+        """Runs a step if there is one; returns whether there was, and reports (none when nothing happened).
+
+        What is known before the model runs (blocks wanted, aborts) goes to `send_early` and does not wait for it.
+        """
         out = self.scheduler.schedule()
         if out is not None:
+            early = self._reports(heartbeat=False, idle=False)
+            if early:
+                send_early(early)
             self._step = out.step
             self.scheduler.commit(self._runner.execute(out))
         return out is not None, self._reports(heartbeat=False, idle=out is None)

@@ -90,7 +90,7 @@ def run_leader(settings: EngineSettings, io: RankIO, engine: Engine, heartbeat: 
             if isinstance(command, Shutdown):
                 return
             engine.handle(command)
-        worked, reports = engine.step()
+        worked, reports = engine.step(io.send)
         now_s = time.monotonic()
         if not reports and now_s - reported_s >= settings.idle_tick_s:
             reports = engine.tick()

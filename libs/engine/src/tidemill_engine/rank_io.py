@@ -9,7 +9,18 @@ import msgspec
 import structlog
 import uvloop
 
-from tidemill_engine.messages import CancelTransfer, Command, RecvKV, Report, SendKV, Shutdown, decode_commands, encode
+from tidemill_engine.messages import (
+    CancelTransfer,
+    Command,
+    EngineError,
+    RecvKV,
+    Report,
+    SendKV,
+    Shutdown,
+    TransferFailed,
+    decode_commands,
+    encode,
+)
 from tidemill_engine.rank_transfers import Pool, RankTransfers
 from tidemill_engine.scheduler import SchedulerCommand
 from tidemill_engine.settings import EngineSettings
@@ -152,8 +163,7 @@ class RankIO:
         for_engine: list[EngineCommand] = []
         for command in commands:
             if isinstance(command, SendKV | RecvKV):
-                assert self._transfers is not None, "a transfer was asked of a rank that is not ready"
-                self._transfers.start(command)
+                self._start_transfer(command)
             elif isinstance(command, CancelTransfer):
                 if self._transfers is not None:
                     self._transfers.cancel(command.transfer_id)
@@ -161,6 +171,13 @@ class RankIO:
                 for_engine.append(command)
         if for_engine:
             self.inbox.put(for_engine)
+
+    def _start_transfer(self, command: SendKV | RecvKV) -> None:
+        if self._transfers is None:
+            error = EngineError("UNAVAILABLE", "the rank is not ready")
+            self._report(TransferFailed(command.transfer_id, error))
+            return
+        self._transfers.start(command)
 
     def _report(self, report: Report) -> None:
         self._write([report])

@@ -90,7 +90,8 @@ class StepFollower:
         self._watchdog_s = watchdog_s
         self._socket = _connect(path, connect_timeout_s)
         self._socket.sendall(bytes([rank]))
-        self._socket.settimeout(watchdog_s)
+        # The leader may still be loading: the watchdog begins with its first frame.
+        self._socket.settimeout(max(connect_timeout_s, watchdog_s))
 
     def receive_step(self) -> SchedulerOutput | None:
         """The next step; None when the leader quits; raises PeerLost when it is gone or silent for `watchdog_s`."""
@@ -100,6 +101,7 @@ class StepFollower:
                 body = _receive_exactly(self._socket, int.from_bytes(header[:_LENGTH_BYTES], "little"))
             except TimeoutError as error:
                 raise PeerLost(f"the leader of the domain was silent for {self._watchdog_s:g} s") from error
+            self._socket.settimeout(self._watchdog_s)
             kind = header[_LENGTH_BYTES:]
             if kind == _QUIT:
                 return None

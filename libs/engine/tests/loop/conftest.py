@@ -153,7 +153,7 @@ class EngineDriver:
 
     def step(self, seconds: float = 0.01) -> bool:
         """One step, after which the clock has moved."""
-        worked, reports = self.engine.step()
+        worked, reports = self.engine.step(self._sort)
         self.now_s += seconds
         self._sort(reports)
         return worked

@@ -46,8 +46,9 @@ def test_prefill_reports_each_chunks_blocks_and_then_holds(emulated_service, emu
     key = prefill(service, prompt)
     assert service.tokens(key) == emulated_continuation(prompt, 1)
     assert service.finish(key) == "prefilled"
-    assert [p.computed_tokens for p in service.progress] == [16, 32, 42]
+    assert [p.computed_tokens for p in service.progress] == [0, 16, 32, 42]
     assert [(p.first_block, len(p.block_ids), len(p.block_hashes), p.final) for p in service.progress] == [
+        (0, 0, 0, False),
         (0, 4, 4, False),
         (4, 4, 4, False),
         (8, 3, 2, True),
@@ -64,12 +65,12 @@ def test_prefill_reports_each_chunks_blocks_and_then_holds(emulated_service, emu
     service.assert_nothing_held()
 
 
-def test_a_hit_is_reported_with_the_first_chunk(emulated_service):
+def test_a_hit_is_reported_before_the_first_chunk(emulated_service):
     service = emulated_service()
     service.submit("warm", list(range(20)), max_tokens=1)
     service.run()
     prefill(service, list(range(26)))
-    assert [(p.first_block, len(p.block_ids), p.final) for p in service.progress] == [(0, 7, True)]
+    assert [(p.first_block, len(p.block_ids), p.final) for p in service.progress] == [(0, 5, False), (5, 2, True)]
 
 
 @pytest.mark.parametrize("ends_by", ["stop", "length"])

@@ -7,6 +7,7 @@ from tidemill_engine.scheduler import cover
 from tidemill_engine.scheduler.chunks import chunk_tokens
 from tidemill_engine.scheduler.lifecycle import begin_running, extend_chain, mark_stalled
 from tidemill_engine.scheduler.plan import StepPlan
+from tidemill_engine.scheduler.prefilled import report_progress
 from tidemill_engine.scheduler.state import SchedulerState
 from tidemill_engine.scheduler.transfers import ask_hand_over, ask_onboard, wants_onboard
 from tidemill_kvcache.sequence import MatchResult
@@ -148,6 +149,9 @@ def _start(state: SchedulerState, request: Request, match: MatchResult, now_s: f
     begin_running(state, request, now_s)
     chain = extend_chain(state, request)
     state.in_flight.register(request, match.num_blocks, chain[match.num_blocks :])
+    if request.stage == "prefill":
+        # Before the first chunk, so that decode can be placed while it is computed.
+        report_progress(state, request, final=False)
 
 
 def _plan_first_chunk(state: SchedulerState, plan: StepPlan, request: Request) -> None:

@@ -1,10 +1,10 @@
 """What a finished step brought each of its requests."""
 
-from tidemill_engine.messages import EngineError, FinishReason, PrefillProgress, StateExported, TokenLogprobs
+from tidemill_engine.messages import EngineError, FinishReason, TokenLogprobs
 from tidemill_engine.request import Request
-from tidemill_engine.scheduler.cover import num_blocks
 from tidemill_engine.scheduler.lifecycle import emit, end, hold
 from tidemill_engine.scheduler.plan import StepPlan
+from tidemill_engine.scheduler.prefilled import export_state, report_progress
 from tidemill_engine.scheduler.state import SchedulerState
 from tidemill_engine.step import SampledRow, StepResult
 
@@ -35,13 +35,14 @@ def _commit_row(
     _commit_blocks(state, request)
     if sampled is None:
         if request.stage == "prefill":
-            _report_progress(state, request, final=False)
+            report_progress(state, request, final=False)
         return
     _account(state, request, kept, now_s)
     token_ids = request.tokens.to_list(len(request.tokens) - kept)
     logprobs = [TokenLogprobs(*entry) for entry in sampled.logprobs[:kept]]
     if sampled.grammar_error:
-        error = EngineError("INTERNAL", f"the grammar cannot go on: {sampled.grammar_error}", "grammar")
+        message = f"the grammar cannot go on: {sampled.grammar_error}"
+        error = EngineError("INVALID_ARGUMENT", message, "sampling.grammar")
         end(state, request, "error", error, token_ids, logprobs)
     elif finish is not None:
         end(state, request, finish, None, token_ids, logprobs)
@@ -51,7 +52,7 @@ def _commit_row(
         end(state, request, "prefilled", None, token_ids, logprobs)
     else:
         emit(state, request, token_ids, logprobs, "prefilled")
-        _report_progress(state, request, final=True)
+        report_progress(state, request, final=True)
         hold(state, request, now_s)
         if request.export_wanted:
             export_state(state, request)
@@ -82,35 +83,6 @@ def _account(state: SchedulerState, request: Request, kept: int, now_s: float) -
     state.load.output_tokens_total += kept
     if request.last_token_s >= 0 and kept:
         state.load.tpot_s.add(now_s, (now_s - request.last_token_s) / kept)
-    elif request.last_token_s < 0 and not request.keep_sequence_state:
+    elif request.last_token_s < 0 and request.num_cached_l1 >= 0:
         state.load.ttft_s.add(now_s, now_s - request.arrival_s)
     request.last_token_s = now_s
-
-
-def _report_progress(state: SchedulerState, request: Request, *, final: bool) -> None:
-    """Tells the service which blocks of a prefill-stage request it may send from now on."""
-    assert request.seq is not None
-    computed, block_size = request.num_computed_tokens, state.settings.block_size
-    first, full = request.num_reported_blocks, computed // block_size
-    last = num_blocks(computed, block_size) if final else full
-    total = len(request.tokens) - (1 if final else 0)
-    state.notices.append(
-        PrefillProgress(
-            request.key,
-            computed_tokens=computed,
-            total_tokens=total,
-            first_block=first,
-            block_ids=request.seq.block_ids[first:last],
-            block_hashes=request.seq.hashes[first:full],
-            remaining_s=state.load.cost.prefill_s(total - computed),
-            final=final,
-            sequence_slot=request.sequence_slot,
-        )
-    )
-    request.num_reported_blocks = last
-
-
-def export_state(state: SchedulerState, request: Request) -> None:
-    """Answers ExportState for a held request."""
-    request.export_wanted = False
-    state.notices.append(StateExported(request.key, request.state()))

@@ -23,11 +23,12 @@ from tidemill_engine.messages import (
 )
 from tidemill_engine.request import Phase, make_request
 from tidemill_engine.scheduler.admission import admit_waiting, min_chunk
-from tidemill_engine.scheduler.commit import commit_step, export_state
+from tidemill_engine.scheduler.commit import commit_step
 from tidemill_engine.scheduler.decodes import plan_decodes
 from tidemill_engine.scheduler.lifecycle import add_credit, end, enqueue
 from tidemill_engine.scheduler.output import build_output
 from tidemill_engine.scheduler.plan import StepPlan
+from tidemill_engine.scheduler.prefilled import export_state
 from tidemill_engine.scheduler.prefills import plan_prefills, top_up_prefills
 from tidemill_engine.scheduler.state import ModelLimits, SchedulerState, log
 from tidemill_engine.scheduler.submit import check_fit, check_submit
@@ -133,7 +134,7 @@ class Scheduler:
         """The domain's load now."""
         state, cache, load = self.state, self.state.cache, self.state.load
         now_s = state.clock()
-        computing = [*state.waiting, *state.running]
+        computing = [*state.waiting, *state.running, *state.transferring.values()]
         prefill_tokens = sum(r.num_remaining_tokens for r in computing if r.stage != "decode" and not r.is_decoding)
         num_decoding = sum(1 for request in state.running if request.is_decoding)
         return LoadSample(

@@ -85,4 +85,5 @@ class SchedulerState:
     @property
     def max_context_tokens(self) -> int:
         """Longest prompt + output."""
-        return self.settings.max_context_tokens or self.limits.context_tokens
+        model = self.limits.context_tokens
+        return min(self.settings.max_context_tokens or model, model)
