@@ -23,6 +23,7 @@ from tidemill_mesh.errors import MeshError
 from tidemill_mesh.load import LoadSample
 from tidemill_router.candidate import Costs, ModelFacts
 from tidemill_router.fences import Fences
+from tidemill_router.report_times import ReportTimes
 from tidemill_router.reservations import DECODE, PREFILL, SOFT, WHOLE, Reservations
 from tidemill_router.router import Router
 from tidemill_router.view import MeshView
@@ -58,7 +59,8 @@ class Mesh:
         self.instances, self.loads, self.index = Instances(), Loads(), BlockIndex(1 << 24)
         self.fences = Fences(self.clock)
         self.reservations = Reservations("r1", 9.0, self.clock)
-        self.view = MeshView(self.instances, self.loads, self.fences, self.reservations, self.clock)
+        self.times = ReportTimes(self.clock)
+        self.view = MeshView(self.instances, self.loads, self.fences, self.reservations, self.times, self.clock)
         self.facts: ModelFacts | None = ModelFacts(32, 10_000)
         self.router = Router(
             self.view, self.index, self.reservations, lambda _: self.facts, Costs(), 60.0, random.Random(seed)
@@ -84,7 +86,9 @@ class Mesh:
     def report(self, name: str, domain: int = 0, *, epoch: str = "", **load: float) -> None:
         ref = DomainRef(instance=name, incarnation=f"{name}-i", domain=domain, epoch=epoch or f"{name}-e")
         values = {"total_blocks": 1000, "available_blocks": 1000, "prefill_tokens_per_s": 1000.0, **load}
-        self.loads.samples[(name, domain)] = LoadSample(LoadReport(domain=ref, **values), self.clock.now)
+        report = LoadReport(domain=ref, **values)
+        self.loads.samples[(name, domain)] = LoadSample(report, self.clock.now)
+        self.times.on_report(report)
 
     def place(self, hashes: list[bytes] | None = None, tokens: int = 1000, **more: Any) -> PlacePrefillResponse:
         values = {"request_id": "q", "gateway": GATEWAY, "model_revision": REVISION, "max_tokens": 64, **more}
@@ -304,6 +308,28 @@ def test_old_load_reports_do_not_stop_placement() -> None:
     mesh.clock.now += 3600
     response = mesh.place()
     assert response.terms["staleness"] == pytest.approx(2.0)
+
+
+def test_a_request_counts_until_a_step_that_began_after_it_is_reported() -> None:
+    mesh = pair()
+
+    def queue() -> int:
+        (candidate,) = mesh.view.candidates(ROLE_PREFILL, REVISION)
+        return candidate.claims.prefill_tokens
+
+    mesh.clock.now += 10
+    mesh.report("p-0", waiting_prefill_tokens=1)
+    mesh.clock.now += 0.5
+    mesh.place()
+    for _ in range(4):
+        mesh.clock.now += 0.25
+        mesh.report("p-0", waiting_prefill_tokens=1)
+        assert queue() == 1000, "the sample is only repeated"
+    mesh.report("p-0", waiting_prefill_tokens=2)
+    assert queue() == 1000, "the step that ended now began before the request came"
+    mesh.clock.now += 1.0
+    mesh.report("p-0", waiting_prefill_tokens=3)
+    assert queue() == 0
 
 
 def test_reservations_fill_a_decode_instance_up_to_its_high_water_mark() -> None:

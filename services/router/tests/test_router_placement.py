@@ -23,7 +23,7 @@ def target(name: str, *, age_s: float = 0.1, claims: Claims = Claims(), **load: 
     """A target with 1,000 blocks, all available, a prefill rate of 1,000 tokens/s and steps of 20 ms."""
     values = {"total_blocks": 1000, "available_blocks": 1000, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.02}
     report = LoadReport(**{**values, **load})
-    return Candidate((name, 0), DomainRef(instance=name), f"{name}:1", 1000, report, age_s, claims)
+    return Candidate((name, 0), DomainRef(instance=name), f"{name}:1", 1000, report, age_s, claims=claims)
 
 
 def chosen(candidates: list[Candidate], tokens: int, warmth: dict[str, Warmth], seed: int = 0) -> str:
@@ -64,9 +64,13 @@ def test_a_head_that_is_being_computed_is_not_computed_elsewhere_too() -> None:
     assert chosen([leader, target("b"), target("c")], 8100, warmth) == "a"
 
 
-def test_the_reported_queue_shrinks_with_the_age_of_the_report() -> None:
-    estimate = estimate_prefill(target("a", age_s=0.5, waiting_prefill_tokens=2000), 100, FACTS, Warmth(), COSTS)
-    assert estimate.queue_s == pytest.approx(1.5)
+def test_the_reported_queue_shrinks_while_a_step_runs_but_not_below_half() -> None:
+    candidate = target("a", waiting_prefill_tokens=2000)
+    waits = [
+        estimate_prefill(replace(candidate, unchanged_s=seconds), 100, FACTS, Warmth(), COSTS).queue_s
+        for seconds in (0.0, 0.5, 3600.0)
+    ]
+    assert waits == pytest.approx([2.0, 1.5, 1.0])
 
 
 def test_at_least_the_last_token_is_computed() -> None:
@@ -112,12 +116,14 @@ def test_stale_load_costs_a_bounded_penalty_and_never_excludes() -> None:
     pending=st.integers(0, 5000),
     shared=st.integers(0, 5000),
     age=st.floats(0, 1e6),
+    unchanged=st.floats(0),
     rate=st.floats(0, 1e6),
 )
 def test_predictions_are_finite_and_cover_the_prompt(
-    queue: int, tokens: int, depth: TierDepth, pending: int, shared: int, age: float, rate: float
+    queue: int, tokens: int, depth: TierDepth, pending: int, shared: int, age: float, unchanged: float, rate: float
 ) -> None:
     candidate = target("a", age_s=age, waiting_prefill_tokens=queue, prefill_tokens_per_s=rate)
+    candidate = replace(candidate, unchanged_s=unchanged)
     estimate = estimate_prefill(candidate, tokens, FACTS, Warmth(depth, pending, shared), COSTS)
     cached = estimate.cached_l1_tokens + estimate.cached_l2_tokens + estimate.cached_l3_tokens
     assert cached + estimate.uncached_tokens == tokens

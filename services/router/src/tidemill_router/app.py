@@ -20,6 +20,7 @@ from tidemill_router.cards import Cards
 from tidemill_router.fences import Fences
 from tidemill_router.kv_feed import KvFeed
 from tidemill_router.metrics import RouterMetrics
+from tidemill_router.report_times import ReportTimes
 from tidemill_router.reservations import Reservations
 from tidemill_router.router import Router
 from tidemill_router.settings import RouterSettings
@@ -41,6 +42,7 @@ class RouterParts:
     tracker: EventTracker
     reservations: Reservations
     fences: Fences
+    times: ReportTimes
     cards: Cards
     feed: KvFeed
     fetcher: SnapshotFetcher
@@ -67,6 +69,7 @@ class RouterParts:
 
     def on_report(self, report: LoadReport) -> None:
         """A load report arrived."""
+        self.times.on_report(report)
         self.fences.heard_from(report.domain.instance, report.domain.incarnation)
 
     async def housekeeping(self) -> None:
@@ -87,6 +90,7 @@ class RouterParts:
     def _forget(self, instance: str) -> None:
         self.tracker.forget(instance)
         self.fences.forget(instance)
+        self.times.forget(instance)
         self.reservations.drop_owner(instance)
         self.reservations.drop_target(instance)
 
@@ -104,7 +108,8 @@ def make_parts(context: ServiceContext, settings: RouterSettings, loads: LoadVie
     fences = Fences(clock)
     stand_s = settings.reservation_s or 3 * settings.liveness_s
     reservations = Reservations(context.membership.incarnation[:8], stand_s, clock)
-    view = MeshView(context.instances, loads, fences, reservations, clock)
+    times = ReportTimes(clock)
+    view = MeshView(context.instances, loads, fences, reservations, times, clock)
     cards = Cards(view.workers, context.channels, clock)
     records = context.instances.records
     fetcher = SnapshotFetcher(
@@ -124,6 +129,7 @@ def make_parts(context: ServiceContext, settings: RouterSettings, loads: LoadVie
         tracker,
         reservations,
         fences,
+        times,
         cards,
         KvFeed(tracker),
         fetcher,

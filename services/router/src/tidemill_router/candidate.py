@@ -9,7 +9,7 @@ from tidemill_kvcache.domain_track import Holder
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Reservations that the target's latest load report cannot know of yet."""
+    """Reservations that the target's load report cannot know of yet."""
 
     prefill_tokens: int = 0
     sequences: int = 0
@@ -27,6 +27,8 @@ class Candidate:
     load: LoadReport = field(default_factory=LoadReport)
     age_s: float = float("inf")
     """Of the load report; infinite when there has been none."""
+    unchanged_s: float = 0.0
+    """Since the report's content last changed: the step that runs now is so old."""
     claims: Claims = Claims()
 
 

@@ -83,10 +83,12 @@ def estimate_prefill(
 
 
 def queue_tokens(candidate: Candidate, rate: float) -> float:
-    """Tokens ahead: what was reported, less what the rate has done since, and what was reserved since."""
-    reported = candidate.load.waiting_prefill_tokens
-    left = max(0.0, reported - candidate.age_s * rate) if reported else 0.0
-    return left + candidate.claims.prefill_tokens
+    """Tokens ahead: what was reported, less what the running step has done of it, and what was reserved since.
+
+    An instance that is stuck does nothing of it, so at most half counts as done.
+    """
+    reported = max(0, candidate.load.waiting_prefill_tokens)
+    return max(reported / 2, reported - candidate.unchanged_s * rate) + candidate.claims.prefill_tokens
 
 
 def place_prefill(

@@ -14,7 +14,7 @@ from tidemill_router.candidate import Claims
 from tidemill_router.pending import PendingPrefixes
 
 IN_FLIGHT_S = 0.1
-"""A request reaches its target, and its load report, so long after it was placed."""
+"""A request reaches its target so long after it was placed."""
 
 PREFILL, DECODE, WHOLE, SOFT = "prefill", "decode", "whole", "soft"
 KINDS = (PREFILL, DECODE, WHOLE, SOFT)
@@ -164,11 +164,11 @@ class Reservations:
         )
         return self._end_all(gone, "target_lost")
 
-    def claims(self, holder: Holder, reported_at_s: float) -> Claims:
-        """What a load report that arrived at `reported_at_s` cannot know of."""
+    def claims(self, holder: Holder, known_until_s: float) -> Claims:
+        """What a load report that knows of requests up to `known_until_s` does not hold."""
         tokens = sequences = blocks = 0
         for reservation in self._by_target.get(holder, {}).values():
-            if reservation.made_at_s + IN_FLIGHT_S > reported_at_s or reservation.kind == SOFT:
+            if reservation.made_at_s + IN_FLIGHT_S > known_until_s or reservation.kind == SOFT:
                 tokens += reservation.prefill_tokens
                 sequences += reservation.kind in (DECODE, WHOLE)
                 blocks += reservation.blocks

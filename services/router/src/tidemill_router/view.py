@@ -10,6 +10,7 @@ from tidemill_kvcache.domain_track import Holder
 from tidemill_mesh.load import LoadSample
 from tidemill_router.candidate import Candidate
 from tidemill_router.fences import Fences
+from tidemill_router.report_times import NEVER, ReportTimes
 from tidemill_router.reservations import Reservations
 
 WORKER_ROLES = (ROLE_PREFILL, ROLE_DECODE)
@@ -39,12 +40,14 @@ class MeshView:
         loads: Loads,
         fences: Fences,
         reservations: Reservations,
+        times: ReportTimes,
         clock: Callable[[], float],
     ) -> None:
         self._instances = instances
         self._loads = loads
         self._fences = fences
         self._reservations = reservations
+        self._times = times
         self._clock = clock
         self._seen_revisions: set[str] = set()
 
@@ -78,7 +81,7 @@ class MeshView:
     def reported_at(self, holder: Holder) -> float:
         """When the latest load report of a target arrived; minus infinity without one."""
         sample = self._loads.samples.get(holder)
-        return sample.arrived if sample else float("-inf")
+        return sample.arrived if sample else NEVER
 
     def domain_of(self, record: MembershipRecord, domain: DomainRecord) -> tuple[DomainRef, LoadReport | None]:
         """The domain's present identity and its load report, if that is of the same identity.
@@ -104,13 +107,17 @@ class MeshView:
         ref, report = self.domain_of(record, domain)
         if not ref.epoch or (report is not None and report.draining):
             return None
-        reported_at = self.reported_at(holder) if report is not None else float("-inf")
+        if report is None:
+            claims = self._reservations.claims(holder, NEVER)
+            return Candidate(holder, ref, record.endpoint, domain.num_blocks, claims=claims)
+        now = self._clock()
         return Candidate(
             holder,
             ref,
             record.endpoint,
             domain.num_blocks,
-            load=report if report is not None else LoadReport(),
-            age_s=self._clock() - reported_at,
-            claims=self._reservations.claims(holder, reported_at),
+            load=report,
+            age_s=now - self.reported_at(holder),
+            unchanged_s=now - self._times.changed_at(holder),
+            claims=self._reservations.claims(holder, self._times.known_until(holder)),
         )
