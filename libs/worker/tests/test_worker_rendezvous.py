@@ -5,7 +5,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill_worker.rendezvous import choose, leading_run, split
+from tidemill_worker.rendezvous import choose, chunks, leading_of_chunks, leading_run, split
 
 HASHES = [hashlib.blake2b(str(number).encode(), digest_size=16).digest() for number in range(2000)]
 NAMES = st.lists(st.text("abc0-", min_size=1, max_size=6), min_size=1, max_size=6, unique=True)
@@ -50,3 +50,12 @@ def test_the_leading_run_ends_at_the_first_block_that_any_store_lacks(
 
 def test_a_store_that_did_not_answer_has_nothing() -> None:
     assert leading_run({}, {"a": [0, 1]}, 2) == 0
+
+
+@given(st.integers(0, 20), st.integers(1, 6), st.data())
+def test_parts_cover_a_share_in_order_and_count_up_to_the_first_gap(total: int, size: int, data: st.DataObject) -> None:
+    parts = chunks(range(total), size)
+    assert [index for part in parts for index in part] == list(range(total))
+    found = [data.draw(st.integers(0, len(part))) for part in parts]
+    present = {index for part, count in zip(parts, found, strict=True) for index in part[:count]}
+    assert leading_of_chunks(parts, found) == next((i for i in range(total) if i not in present), total)

@@ -14,7 +14,7 @@ from tidemill_engine import messages
 from tidemill_mesh.errors import MeshError
 from tidemill_transfer.agent import new_tag
 from tidemill_worker.domain import Domain
-from tidemill_worker.l3_stores import KvStores, Store, shard_name
+from tidemill_worker.l3_stores import MESSAGE_BYTES, KvStores, Store, shard_name
 from tidemill_worker.rendezvous import split
 from tidemill_worker.slabs import KVShape, shape_of
 from tidemill_worker.worker import Worker
@@ -42,6 +42,9 @@ class Offloader:
         self._domain = domain
         self._stores = stores
         self._shape: KVShape = shape_of(domain.ready[0], worker.settings.block_size)
+        self._batch_blocks = min(
+            worker.settings.l3_batch_blocks, max(1, MESSAGE_BYTES // max(1, self._shape.block_bytes))
+        )
         self._queue: deque[StoredBlock] = deque()
         self._wake = asyncio.Event()
         self._pin_ids = itertools.count(1)
@@ -86,7 +89,7 @@ class Offloader:
             while not self._queue:
                 self._wake.clear()
                 await self._wake.wait()
-            count = min(len(self._queue), self._worker.settings.l3_batch_blocks)
+            count = min(len(self._queue), self._batch_blocks)
             batch = [self._queue.popleft() for _ in range(count)]
             self.in_flight += 1
             try:

@@ -13,14 +13,14 @@ from tidemill_engine import messages
 from tidemill_mesh.errors import MeshError
 from tidemill_transfer.agent import new_tag
 from tidemill_worker.domain import Domain
-from tidemill_worker.l3_stores import KvStores, Store, shard_name
-from tidemill_worker.rendezvous import leading_run, split
+from tidemill_worker.l3_stores import MESSAGE_BYTES, KvStores, Store, shard_name
+from tidemill_worker.rendezvous import chunks, leading_of_chunks, leading_run, split
 from tidemill_worker.slabs import shape_of
 from tidemill_worker.worker import Worker
 
 log = structlog.get_logger()
 
-FAILURES = (grpc.aio.AioRpcError, MeshError, TimeoutError)
+FAILURES = (grpc.aio.AioRpcError, MeshError, TimeoutError, ExceptionGroup)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Onboarding:
         self._wanted = wanted
         self._shape = shape_of(domain.ready[0], worker.settings.block_size)
         self._snapshots_loaded: set[int] = set()
+        self._in_flight = asyncio.Semaphore(worker.settings.slabs_in_flight)
 
     async def run(self) -> messages.OnboardReady:
         """Loads what it can; a failure of any kind is only a lost hit."""
@@ -81,7 +82,7 @@ class Onboarding:
         counts: dict[str, int] = {}
         for name, answer in zip(calls, answers, strict=True):
             if isinstance(answer, FAILURES):
-                log.warning("kvstore failed", store=name, operation=operation, error=str(answer))
+                log.warning("kvstore failed", store=name, operation=operation, error=str(_first(answer)))
                 self._stores.failed(name)
                 self._worker.counts.l3_error(operation)
             elif isinstance(answer, BaseException):
@@ -103,7 +104,18 @@ class Onboarding:
         return found
 
     async def _get(self, share: Share) -> int:
-        """Leading blocks of the share that every rank has received and verified."""
+        """Leading blocks of the share that every rank has received and verified; in messages of bounded size."""
+        size = max(1, MESSAGE_BYTES // max(1, self._shape.block_bytes))
+        parts = chunks(share.indices, size)
+        async with asyncio.TaskGroup() as group:
+            gets = [group.create_task(self._get_part(Share(share.store, part))) for part in parts]
+        return leading_of_chunks(parts, [get.result() for get in gets])
+
+    async def _get_part(self, share: Share) -> int:
+        async with self._in_flight:
+            return await self._get_ranks(share)
+
+    async def _get_ranks(self, share: Share) -> int:
         ranks = [self._get_rank(share, rank) for rank in self._domain.ready]
         answers = await asyncio.gather(*ranks, return_exceptions=True)
         for answer in answers:
@@ -159,3 +171,7 @@ class Onboarding:
 
     def _hashes(self, indices: Sequence[int]) -> bytes:
         return b"".join(self._wanted.block_hashes[index] for index in indices)
+
+
+def _first(error: BaseException) -> BaseException:
+    return error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error

@@ -10,6 +10,8 @@ from tidemill_engine.messages import RankReady
 from tidemill_mesh.channels import Channels
 
 REST_S = 5.0
+MESSAGE_BYTES = 16 << 20
+"""Aimed size of one message to or from a store; at least one block."""
 
 
 class Instances(Protocol):

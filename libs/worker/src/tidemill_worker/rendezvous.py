@@ -24,6 +24,21 @@ def split(block_hashes: Iterable[bytes], stores: Sequence[str]) -> dict[str, lis
     return shares
 
 
+def chunks(indices: Sequence[int], size: int) -> list[list[int]]:
+    """The indices in parts of at most `size`, in order."""
+    return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
+
+
+def leading_of_chunks(parts: Sequence[Sequence[int]], found: Sequence[int]) -> int:
+    """Leading indices found, when each part found so many leading ones of its own."""
+    total = 0
+    for part, count in zip(parts, found, strict=True):
+        total += count
+        if count < len(part):
+            break
+    return total
+
+
 def leading_run(found: dict[str, int], shares: dict[str, list[int]], total: int) -> int:
     """Blocks from the start that are all found, when each store found so many leading ones of its share."""
     missing = [indices[found.get(store, 0)] for store, indices in shares.items() if found.get(store, 0) < len(indices)]
