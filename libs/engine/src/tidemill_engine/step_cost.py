@@ -29,7 +29,9 @@ class StepCost:
     def __init__(self) -> None:
         self._decode_step_s = MovingMean()
         self._any_decode_step_s = MovingMean()
-        self._prefill_token_s = MovingMean()
+        # Two means and their ratio, so that a step counts by its tokens: the short end of a prompt is no slow rate.
+        self._prefill_step_s = MovingMean()
+        self._prefill_step_tokens = MovingMean()
 
     def observe(self, num_prefill_tokens: int, num_decode_rows: int, step_s: float) -> None:
         """A step took `step_s` seconds; what it carried beside prefill is taken off at the price of a decode step."""
@@ -39,13 +41,14 @@ class StepCost:
             self._decode_step_s.add(step_s)
             return
         decode_s = self._decode_step_s.value if num_decode_rows else 0.0
-        self._prefill_token_s.add(max(step_s - decode_s, 0.1 * step_s) / num_prefill_tokens)
+        self._prefill_step_s.add(max(step_s - decode_s, 0.1 * step_s))
+        self._prefill_step_tokens.add(num_prefill_tokens)
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """0: not known yet."""
-        token_s = self._prefill_token_s.value
-        return 1.0 / token_s if token_s > 0 else 0.0
+        step_s = self._prefill_step_s.value
+        return self._prefill_step_tokens.value / step_s if step_s > 0 else 0.0
 
     @property
     def decode_step_s(self) -> float:
@@ -59,4 +62,5 @@ class StepCost:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Predicted seconds to compute so many prompt tokens; 0 while the rate is not known."""
-        return num_tokens * self._prefill_token_s.value
+        rate = self.prefill_tokens_per_s
+        return num_tokens / rate if rate > 0 else 0.0
