@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tidemill_mesh import service as service_module
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.drain import Drain
 from tidemill_mesh.service import ServiceContext, run_service, write_atomically
@@ -22,6 +23,7 @@ Eventually = Callable[[Callable[[], object]], Awaitable[None]]
 SERVICE = """
 import asyncio, sys, time
 from tidemill.mesh.v1 import membership_pb2
+from tidemill_mesh import service as service_module
 from tidemill_mesh.config import ServiceSettings, load_settings
 from tidemill_mesh.server import serve_grpc
 from tidemill_mesh.service import run_service
@@ -29,10 +31,6 @@ from tidemill_mesh.service import run_service
 mode, argv = sys.argv[1], sys.argv[2:]
 
 async def main(context):
-    if mode == "fail":
-        raise RuntimeError("broken main")
-    if mode == "return":
-        return
     async with serve_grpc(context.settings, []) as server:
         server.set_serving(True)
         record = membership_pb2.MembershipRecord(
@@ -80,27 +78,20 @@ def fetch(url: str) -> tuple[int, str]:
 
 @pytest.fixture
 def service(
-    child: Child, tmp_path: Path, eventually: Eventually, dead_address: str
+    child: Child, tmp_path: Path, eventually: Eventually, etcd: Any, nats_server: Any
 ) -> Callable[..., Awaitable[Started]]:
-    async def start(mode: str, *more: str, etcd: str = dead_address, nats: str = dead_address) -> Started:
-        flags = [
-            "--instance=gw-1",
-            f"--run-dir={tmp_path}",
-            f"--etcd={etcd}",
-            f"--nats=nats://{nats}",
-            "--liveness-s=0.6",
-        ]
-        started = Started(await child(SERVICE, mode, *flags, *more), tmp_path / "gw-1.json")
+    async def start(mode: str, etcd_at: str = etcd.address, nats_at: str = nats_server.address) -> Started:
+        flags = ["--instance=gw-1", f"--run-dir={tmp_path}", "--liveness-s=0.6"]
+        flags += [f"--etcd={etcd_at}", f"--nats=nats://{nats_at}"]
+        started = Started(await child(SERVICE, mode, *flags), tmp_path / "gw-1.json")
         await eventually(lambda: started.run_file.exists() or started.process.returncode is not None)
         return started
 
     return start
 
 
-async def test_it_serves_its_status_registers_and_drains(
-    service: Callable[..., Awaitable[Started]], etcd: Any, nats_server: Any
-) -> None:
-    started = await service("serve", etcd=etcd.address, nats=nats_server.address)
+async def test_it_serves_its_status_registers_and_drains(service: Callable[..., Awaitable[Started]]) -> None:
+    started = await service("serve")
     run = started.run()
     assert (run["service"], run["instance"], run["pid"]) == ("gateway", "gw-1", started.process.pid)
     assert await started.get("/health") == (200, "ok\n")
@@ -116,8 +107,10 @@ async def test_it_serves_its_status_registers_and_drains(
     assert not started.run_file.exists()
 
 
-async def test_it_starts_and_stops_without_etcd_and_nats(service: Callable[..., Awaitable[Started]]) -> None:
-    started = await service("serve")
+async def test_it_starts_and_stops_without_etcd_and_nats(
+    service: Callable[..., Awaitable[Started]], dead_address: str
+) -> None:
+    started = await service("serve", dead_address, dead_address)
     assert (await started.get("/ready"))[0] == 200
     started.stop()
     assert await started.process.wait() == 0
@@ -135,23 +128,28 @@ async def test_a_drain_is_not_ready_and_a_second_signal_ends_it_at_once(
     assert await started.process.wait() == 128 + signal.SIGTERM
 
 
-async def test_a_main_that_outlives_the_drain_is_ended(service: Callable[..., Awaitable[Started]]) -> None:
-    started = await service("stuck", "--drain-s=0")
-    started.stop()
-    assert await started.process.wait() == 1
-
-
 async def test_a_stuck_event_loop_is_not_healthy(service: Callable[..., Awaitable[Started]]) -> None:
     started = await service("block")
     assert (await started.get("/health"))[0] == 503
 
 
-@pytest.mark.parametrize(("mode", "status"), [("fail", 1), ("return", 0)])
-async def test_the_exit_status_says_how_main_ended(
-    service: Callable[..., Awaitable[Started]], mode: str, status: int
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize(("how", "status"), [("return", 0), ("fail", 1), ("drain", 0), ("stuck", 1)])
+def test_the_exit_status_says_how_main_ended(
+    how: str, status: int, etcd: Any, nats_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = await service(mode)
-    assert await started.process.wait() == status
+    async def main(context: ServiceContext) -> None:
+        if how == "fail":
+            raise RuntimeError("broken main")
+        if how in ("drain", "stuck"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await context.drain.requested.wait()
+        if how == "stuck":
+            await asyncio.sleep(3600)
+
+    monkeypatch.setattr(service_module, "CLOSE_GRACE_S", 0.1)
+    settings = ServiceSettings(etcd=etcd.address, nats=f"nats://{nats_server.address}", drain_s=0.0, mesh=f"exit-{how}")
+    assert run_service("gateway", settings, main) == status
 
 
 @pytest.mark.usefixtures("restored_logging")
