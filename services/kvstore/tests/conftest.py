@@ -21,6 +21,14 @@ from tidemill_mesh.config import ServiceSettings
 from tidemill_transfer.agent import TransferAgent, open_agent
 
 START_S = 60.0
+MIB = 1 << 20
+SMALL = {
+    "capacity_bytes": 64 * MIB,
+    "segment_bytes": MIB,
+    "inflight_bytes": 2 * MIB,
+    "max_message_bytes": MIB,
+    "max_waiting": 20,
+}
 
 
 class KvStoreProcess:
@@ -86,6 +94,18 @@ def mesh_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
     yield f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}"
     for record in (etcd, nats):
         processes.stop(record, run_dir=home.run, grace_s=2.0)
+
+
+@pytest.fixture(scope="session")
+def shared_kvstore(
+    tmp_path_factory: pytest.TempPathFactory, mesh_servers: tuple[str, str]
+) -> Iterator[tuple[KvStoreProcess, str, ServiceSettings]]:
+    """(process, endpoint, settings of its mesh) of a small kvstore that no test may harm."""
+    settings = ServiceSettings(mesh="shared", liveness_s=1.5, etcd=mesh_servers[0], nats=mesh_servers[1])
+    kvstore = KvStoreProcess(tmp_path_factory.mktemp("shared"), settings, transport="tcp", **SMALL)
+    yield kvstore, kvstore.start(), settings
+    assert kvstore.end(signal.SIGTERM) == 0, kvstore.log[-3000:]
+    assert "Traceback" not in kvstore.log, kvstore.log[-3000:]
 
 
 @pytest.fixture

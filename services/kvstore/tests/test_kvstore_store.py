@@ -2,6 +2,7 @@
 
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -10,35 +11,22 @@ import textwrap
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tidemill_kvcache.runs import RemovedRun, StoredRun
 from tidemill_kvstore.index import key_of
-from tidemill_kvstore.record import BadRecord, RecordHeader, decode_header, encode_header
+from tidemill_kvstore.record import BadRecord, decode_header, encode_header
 from tidemill_kvstore.segment import segment_ids, segment_path
 from tidemill_kvstore.store import SegmentStore, StoreLocked
-from tidemill_transfer.checksum import checksum64
 
 KIB = 1024
 
 
-def make(number: int, size: int = 1000, *, snapshot: bool = False, shard: str = "all", parent: bytes = b""):
-    """A block whose bytes follow from its number (and whether it has its snapshot)."""
-    payload = np.random.default_rng([number, snapshot]).integers(0, 256, size, np.uint8)
-    block_hash = number.to_bytes(16, "big")
-    header = RecordHeader(block_hash, parent, "v1/b16/kv", shard, size, checksum64(payload), snapshot, 16)
-    return header, payload
-
-
-def get(store: SegmentStore, number: int, shard: str = "all") -> bytes | None:
-    entries = store.find("v1/b16/kv", shard, [number.to_bytes(16, "big")], 1 << 30)
-    if not entries:
-        return None
-    out = np.zeros(entries[0].header.size_bytes, np.uint8)
-    return out.tobytes() if store.read(entries, out) else None
+HELPERS = Path(__file__).with_name("kvstore_blocks.py")
+make = runpy.run_path(str(HELPERS))["make"]
+get = runpy.run_path(str(HELPERS))["get"]
 
 
 @pytest.fixture
@@ -219,7 +207,7 @@ def test_a_disk_that_refuses_leaves_earlier_blocks_whole(tmp_path):
         import resource, sys
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_kvstore_store import get, make
+        from kvstore_blocks import get, make
         from tidemill_kvstore.store import SegmentStore
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
         store = SegmentStore(Path({str(tmp_path)!r}), 1 << 20, 1 << 18)
@@ -268,7 +256,7 @@ def test_a_process_killed_while_it_writes_serves_no_wrong_byte_afterwards(tmp_pa
         import sys
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_kvstore_store import make
+        from kvstore_blocks import make
         from tidemill_kvstore.store import SegmentStore
         store = SegmentStore(Path({str(tmp_path)!r}), 40 << 20, 4 << 20)
         print("ready", flush=True)
