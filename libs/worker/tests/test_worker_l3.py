@@ -16,7 +16,7 @@ BLOCK = 32
 PROMPT = [(13 * i) % 250 for i in range(6 * BLOCK + 5)]
 
 
-@pytest.fixture(scope="module", params=["llama", "toy"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("toy", marks=pytest.mark.full)])
 def worker(start_worker: StartWorker, request: pytest.FixtureRequest) -> WorkerProcess:
     """A prefill worker with L3, of a model without and of one with sequence state."""
     return start_worker("prefill", f"l3-{request.param}", request.param, mesh=MESH, transport="tcp", l3_timeout_s=1.5)
