@@ -156,6 +156,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.free(live)
         return live
 
+    @rule(ids=prompts)
+    def look_up(self, ids: list[int]) -> None:
+        hashes = hash_blocks(ROOT, ids, BLOCK)
+        depth = sum(block_hash in self.model.parent for block_hash in hashes)
+        assert self.cache.cached_depth(hashes) == depth == len(self.cache.lookup(hashes)[0])
+
     @rule(target=pins, ids=prompts, skip=st.integers(0, 2))
     def pin(self, ids: list[int], skip: int) -> int:
         hashes = hash_blocks(ROOT, ids, BLOCK)[skip:]

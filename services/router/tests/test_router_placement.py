@@ -145,6 +145,15 @@ def test_decode_goes_where_steps_are_short() -> None:
     assert decode([crowded, target("b")]) == "b"
 
 
+def test_an_instance_without_measures_is_taken_to_be_like_its_peers() -> None:
+    new = target("new", decode_step_s=0.0)
+    assert decode([target("a", decode_step_s=0.001, running_requests=0), new]) in ("a", "new")
+    crowded = target("a", decode_step_s=0.001, claims=Claims(sequences=3))
+    assert decode([crowded, new]) == "new"
+    cold = target("new", prefill_tokens_per_s=0.0)
+    assert chosen([target("a", prefill_tokens_per_s=50_000.0, waiting_prefill_tokens=1000), cold], 1000, {}) == "new"
+
+
 def test_held_blocks_save_transfer_time() -> None:
     slow_links = [target("a", transfer_bytes_per_s=2e6), target("b", transfer_bytes_per_s=2e6)]
     assert decode(slow_links, {"b": 31}) == "b"

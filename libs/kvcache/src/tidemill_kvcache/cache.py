@@ -198,6 +198,17 @@ class PrefixCache:
         nodes = self._leading(hashes)
         return [node.block_id for node in nodes], [node.snapshot_id for node in nodes]
 
+    def cached_depth(self, hashes: Sequence[bytes]) -> int:
+        """How many leading hashes are cached, in O(log n): a cached block's whole path is cached."""
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._tree.get(hashes[middle - 1]) is None:
+                high = middle - 1
+            else:
+                low = middle
+        return low
+
     def pin(self, pin_id: int, hashes: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """As `lookup`, and keeps what it found until `unpin`."""
         pin = self._pins.add(pin_id, self._leading(hashes))

@@ -1,6 +1,8 @@
 """What placement knows of one target, one (instance, cache domain)."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 from tidemill.mesh.v1.common_pb2 import DomainRef
 from tidemill.mesh.v1.events_pb2 import LoadReport
@@ -66,19 +68,46 @@ def staleness_s(candidate: Candidate, costs: Costs) -> float:
 
 def prefill_rate(candidate: Candidate, costs: Costs) -> float:
     """Tokens a second."""
-    return _plausible(candidate.load.prefill_tokens_per_s, 0.1, 1e9, costs.default_prefill_tokens_per_s)
-
-
-def transfer_rate(candidate: Candidate, costs: Costs) -> float:
-    """Bytes a second."""
-    return _plausible(candidate.load.transfer_bytes_per_s, 1e3, 1e13, costs.default_transfer_bytes_per_s)
+    return _measured_rate(candidate) or costs.default_prefill_tokens_per_s
 
 
 def decode_step_s(candidate: Candidate, costs: Costs) -> float:
     """Seconds of a decode step."""
-    return _plausible(candidate.load.decode_step_s, 1e-6, 600.0, costs.default_decode_step_s)
+    return _measured_step(candidate) or costs.default_decode_step_s
 
 
-def _plausible(measured: float, least: float, most: float, default: float) -> float:
-    """A measure as a worker reports it; the default where it reports none, or nonsense."""
-    return measured if least <= measured <= most else default
+def transfer_rate(candidate: Candidate, costs: Costs) -> float:
+    """Bytes a second."""
+    return _measured_transfer(candidate) or costs.default_transfer_bytes_per_s
+
+
+def learn_from_peers(candidates: Sequence[Candidate], costs: Costs) -> Costs:
+    """Costs whose defaults are the medians of what these targets measured: a new one is taken to be like its peers."""
+    return replace(
+        costs,
+        default_prefill_tokens_per_s=_median(map(_measured_rate, candidates), costs.default_prefill_tokens_per_s),
+        default_decode_step_s=_median(map(_measured_step, candidates), costs.default_decode_step_s),
+        default_transfer_bytes_per_s=_median(map(_measured_transfer, candidates), costs.default_transfer_bytes_per_s),
+    )
+
+
+def _measured_rate(candidate: Candidate) -> float:
+    return _plausible(candidate.load.prefill_tokens_per_s, 0.1, 1e9)
+
+
+def _measured_step(candidate: Candidate) -> float:
+    return _plausible(candidate.load.decode_step_s, 1e-6, 600.0)
+
+
+def _measured_transfer(candidate: Candidate) -> float:
+    return _plausible(candidate.load.transfer_bytes_per_s, 1e3, 1e13)
+
+
+def _plausible(reported: float, least: float, most: float) -> float:
+    """A measure as a worker reports it; 0 where it reports none, or nonsense."""
+    return reported if least <= reported <= most else 0.0
+
+
+def _median(measures: Iterable[float], default: float) -> float:
+    known = [measure for measure in measures if measure]
+    return median(known) if known else default

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from tidemill_kvcache.domain_track import Holder
 from tidemill_kvcache.index import TierDepth
-from tidemill_router.candidate import Candidate, Costs, ModelFacts, decode_step_s, staleness_s, transfer_rate
+from tidemill_router.candidate import (
+    Candidate,
+    Costs,
+    ModelFacts,
+    decode_step_s,
+    learn_from_peers,
+    staleness_s,
+    transfer_rate,
+)
 from tidemill_router.pick import pick
 
 STEP_GROWTH_PER_SEQUENCE = 0.1
@@ -95,6 +103,18 @@ def blocks_use(candidate: Candidate, more_blocks: int) -> float:
     return 1.0 - (available - candidate.claims.blocks - more_blocks) / total
 
 
+def estimate_all(
+    candidates: Sequence[Candidate],
+    need: DecodeNeed,
+    facts: ModelFacts,
+    depths: Mapping[Holder, TierDepth],
+    costs: Costs,
+) -> list[DecodeEstimate]:
+    """Predicts each target."""
+    costs = learn_from_peers(candidates, costs)
+    return [estimate_decode(c, need, facts, depths.get(c.key, TierDepth()), costs) for c in candidates]
+
+
 def within_limits(estimates: Sequence[DecodeEstimate], costs: Costs) -> list[DecodeEstimate]:
     """Those below the high-water mark with a seat; else those below the mark; else all of them."""
     below = [e for e in estimates if e.use_after <= costs.decode_high_water]
@@ -110,7 +130,7 @@ def place_decode(
     rng: random.Random,
 ) -> DecodeEstimate:
     """The target with the least predicted seconds; there is at least one candidate."""
-    estimates = [estimate_decode(c, need, facts, depths.get(c.key, TierDepth()), costs) for c in candidates]
+    estimates = estimate_all(candidates, need, facts, depths, costs)
     return pick(within_limits(estimates, costs), costs.tie_fraction, rng)
 
 
@@ -125,10 +145,9 @@ def place_whole(
     """A decode instance that lacks so few tokens that it computes them itself, if one has room; None: none."""
     if not costs.direct_uncached_tokens:
         return None
-    estimates = [estimate_decode(c, need, facts, depths.get(c.key, TierDepth()), costs) for c in candidates]
     fit = [
         e
-        for e in estimates
+        for e in estimate_all(candidates, need, facts, depths, costs)
         if need.context_tokens - e.held_blocks * facts.block_size <= costs.direct_uncached_tokens
         and e.use_after <= costs.decode_high_water
         and e.has_seat

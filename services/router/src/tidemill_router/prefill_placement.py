@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from tidemill_kvcache.domain_track import Holder
 from tidemill_kvcache.index import TierDepth
-from tidemill_router.candidate import Candidate, Costs, ModelFacts, prefill_rate, staleness_s, transfer_rate
+from tidemill_router.candidate import (
+    Candidate,
+    Costs,
+    ModelFacts,
+    learn_from_peers,
+    prefill_rate,
+    staleness_s,
+    transfer_rate,
+)
 from tidemill_router.pick import pick
 
 FETCH_LATENCY_S = 0.005
@@ -100,6 +108,7 @@ def place_prefill(
     rng: random.Random,
 ) -> PrefillEstimate:
     """The target with the least predicted seconds; there is at least one candidate."""
+    costs = learn_from_peers(candidates, costs)
     estimates = [
         estimate_prefill(candidate, prompt_tokens, facts, warmth.get(candidate.key, Warmth()), costs)
         for candidate in candidates

@@ -17,8 +17,14 @@ from tidemill_kvcache.hashing import split_hashes
 from tidemill_kvcache.index import BlockIndex, TierDepth
 from tidemill_router import refusals
 from tidemill_router.candidate import Candidate, Costs, ModelFacts
-from tidemill_router.decode_placement import DecodeEstimate, DecodeNeed, estimate_decode, place_decode, place_whole
-from tidemill_router.decode_placement import within_limits as within_decode_limits
+from tidemill_router.decode_placement import (
+    DecodeEstimate,
+    DecodeNeed,
+    estimate_all,
+    place_decode,
+    place_whole,
+    within_limits,
+)
 from tidemill_router.prefill_placement import PrefillEstimate, Warmth, place_prefill
 from tidemill_router.reservations import DECODE, PREFILL, WHOLE, Owner, Reservation, Reservations
 from tidemill_router.view import MeshView
@@ -53,8 +59,8 @@ class Router:
             return self._whole(request, hashes, need, facts, depths, [direct.candidate], degraded=False)
         prefills = self.view.candidates(ROLE_PREFILL, revision, excluded)
         if not prefills:
-            estimates = [self._estimate_decode(c, need, facts, depths) for c in decodes]
-            roomy = [e.candidate for e in within_decode_limits(estimates, self.costs)]
+            estimates = estimate_all(decodes, need, facts, depths, self.costs)
+            roomy = [e.candidate for e in within_limits(estimates, self.costs)]
             return self._whole(request, hashes, need, facts, depths, roomy, degraded=True)
         warmth = self._warmth(prefills, hashes, depths)
         chosen = place_prefill(prefills, request.prompt_tokens, facts, warmth, self.costs, self.rng)
@@ -176,11 +182,6 @@ class Router:
 
     def _depths(self, hashes: Sequence[bytes]) -> dict[Holder, TierDepth]:
         return {holder: depth for holder, depth in self.index.match(hashes).items() if isinstance(holder, tuple)}
-
-    def _estimate_decode(
-        self, candidate: Candidate, need: DecodeNeed, facts: ModelFacts, depths: dict[Holder, TierDepth]
-    ) -> DecodeEstimate:
-        return estimate_decode(candidate, need, facts, depths.get(candidate.key, TierDepth()), self.costs)
 
     def _warmth(
         self, candidates: Sequence[Candidate], hashes: Sequence[bytes], depths: dict[Holder, TierDepth]
