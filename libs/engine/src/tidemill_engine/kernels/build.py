@@ -58,9 +58,18 @@ def _digest(compiler: str) -> str:
     return digest.hexdigest()
 
 
+def main() -> None:
+    """Command line without arguments: builds ahead of the first start and prints the library's path."""
+    print(library())
+
+
 def _processor_flags() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+if __name__ == "__main__":
+    main()

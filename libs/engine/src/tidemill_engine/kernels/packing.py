@@ -42,15 +42,12 @@ def pack_q4_1(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
     minimum, maximum = blocks.aminmax(dim=-1, keepdim=True)
     scale = _half((maximum - minimum) / 15)
     codes = ((blocks - minimum) / scale).nan_to_num(0.0, 0.0, 0.0).round()
-    if (
-        codes.amax() > 15
-        or not torch.equal(codes * scale + minimum, blocks)
-        or not torch.equal(_half(minimum), minimum)
-    ):
+    exact = torch.equal(_half(minimum), minimum) and torch.equal(codes * scale + minimum, blocks)
+    if codes.amax() > 15 or not exact:
         return None
     codes = codes.to(torch.uint8)
     pairs = codes[..., :16] | codes[..., 16:] << 4
-    parts = [_by_panel(_bytes(scale)), _by_panel(_bytes(minimum)), _by_panel(pairs)]
+    parts = [_by_panel(scale.half()), _by_panel(minimum.half()), _by_panel(pairs)]
     return _packed("q4_1", torch.cat(parts, dim=-1), 2 * 2 * PANEL + 16 * PANEL, weight, bias)
 
 
@@ -63,7 +60,7 @@ def pack_q8_0(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed | None:
     codes = (blocks / scale).nan_to_num(0.0, 0.0, 0.0).round()
     if codes.abs().amax() > 127 or not torch.equal(codes * scale, blocks):
         return None
-    parts = [_by_panel(_bytes(scale)), _by_panel(codes.to(torch.int8).view(torch.uint8))]
+    parts = [_by_panel(scale.half()), _by_panel(codes.to(torch.int8).view(torch.uint8))]
     return _packed("q8_0", torch.cat(parts, dim=-1), 2 * PANEL + GROUP * PANEL, weight, bias)
 
 
@@ -96,10 +93,6 @@ def _by_panel(parts: torch.Tensor) -> torch.Tensor:
     if parts.dtype == torch.uint8:
         return panels.permute(0, 2, 3, 1).flatten(2)
     return panels.permute(0, 2, 1, 3).contiguous().view(torch.uint8).flatten(2)
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.half()
 
 
 def _half(values: torch.Tensor) -> torch.Tensor:

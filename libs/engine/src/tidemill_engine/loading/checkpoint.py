@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from tidemill_engine.loading.errors import CheckpointError
 
@@ -43,11 +43,15 @@ class Checkpoint:
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
-            try:
-                self._files[path] = safe_open(path, framework="pt")
-            except Exception as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            self._files[path] = _open(path)
         return self._files[path]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _paths_by_name(model_dir: Path) -> dict[str, Path]:
@@ -56,7 +60,7 @@ def _paths_by_name(model_dir: Path) -> dict[str, Path]:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: model_dir / file for name, file in weight_map.items()}
     elif (model_dir / SINGLE_NAME).is_file():
-        with safe_open(model_dir / SINGLE_NAME, framework="pt") as file:
+        with _open(model_dir / SINGLE_NAME) as file:
             paths = dict.fromkeys(file.keys(), model_dir / SINGLE_NAME)
     else:
         raise CheckpointError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}")

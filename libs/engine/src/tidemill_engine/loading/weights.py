@@ -43,7 +43,7 @@ class WeightSource:
         return self._make_linear(names[0], torch.cat(weights), self._column_bias(names, rows, shares) if bias else None)
 
     def row(self, name: str, rows: int, width: int, *, bias: bool = False) -> Linear:
-        """A matrix that splits by input column; outputs are summed over the ranks, so the leader alone adds the bias."""
+        """A matrix that splits by input column; outputs are summed over the ranks, so only the leader adds the bias."""
         start, end = self.tp.share(f"columns of {name}", width)
         weight = self.checkpoint.take(f"{name}.weight", (rows, width), axis=1, start=start, end=end)
         adds = bias and self.tp.is_leader

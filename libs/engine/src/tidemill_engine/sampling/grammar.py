@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from tidemill_engine.sampling.constraint import Constraint
 from tidemill_engine.sampling_params import GrammarSpec
 
+JSON_WHITESPACE = r"\n {0,16}| "
+"""Between JSON's tokens: a space, or a line break and its indentation. Small models loop in unbounded whitespace."""
 COMPILED_KEPT = 64
 """Grammars whose compiled form is kept for the next request."""
 
@@ -23,9 +26,12 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._compile = lru_cache(COMPILED_KEPT)(self._compile_uncached)
 
-    def start(self, spec: GrammarSpec, consumed_token_ids: list[int]) -> "GrammarConstraint":
+    def start(self, spec: GrammarSpec, consumed_token_ids: list[int]) -> Constraint:
         """A constraint that has seen these output tokens; a bad grammar shows in its `error`."""
-        constraint = GrammarConstraint(self._compile(spec).deep_copy())
+        try:
+            constraint = GrammarConstraint(self._compile(spec).deep_copy())
+        except ValueError as error:
+            return FailedConstraint(str(error))
         constraint.advance(consumed_token_ids)
         return constraint
 
@@ -58,12 +64,28 @@ class GrammarConstraint:
         self.error = self._matcher.get_error()
 
 
+class FailedConstraint:
+    """Stands for a grammar that could not be read."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def mask(self, out: np.ndarray) -> None:
+        """Never asked: the error comes first."""
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Nothing can go on from an error."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Nothing was taken."""
+
+
 def grammar_text(spec: GrammarSpec) -> str:
-    """llguidance's own form; raises ValueError when a JSON schema is not JSON."""
+    """llguidance's own form; raises ValueError for a schema that is not JSON."""
     if spec.kind == "lark":
         return str(LLMatcher.grammar_from_lark(spec.text))
     schema = spec.text if spec.kind == "json_schema" else '{"type": "object"}'
-    return str(LLMatcher.grammar_from_json_schema(schema))
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE}))
 
 
 def eos_token_ids(model_dir: Path) -> list[int]:
