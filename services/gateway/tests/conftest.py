@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -143,10 +144,9 @@ class EmulatedMesh:
         return sum(worker.holds for worker in self.fleet.values())
 
 
-@pytest.fixture
-async def bare_mesh(gateway_servers: tuple[str, str]) -> AsyncIterator[EmulatedMesh]:
-    """A mesh without processes: the test starts what it needs."""
-    etcd, nats = gateway_servers
+@contextlib.asynccontextmanager
+async def _opened(servers: tuple[str, str]) -> AsyncIterator[EmulatedMesh]:
+    etcd, nats = servers
     settings = GatewaySettings(
         mesh=f"test-{secrets.token_hex(4)}", etcd=etcd, nats=nats, port=0, http_api_port=0, liveness_s=1.0, drain_s=5.0
     )
@@ -154,11 +154,29 @@ async def bare_mesh(gateway_servers: tuple[str, str]) -> AsyncIterator[EmulatedM
         yield EmulatedMesh(settings, stack, tiny_assets(), canned(TEXT))
 
 
+async def _with_a_pair(mesh: EmulatedMesh) -> EmulatedMesh:
+    await mesh.add(ROLE_PREFILL)
+    await mesh.add(ROLE_DECODE)
+    await mesh.start_gateway()
+    await mesh.until_ready()
+    return mesh
+
+
+@pytest.fixture
+async def bare_mesh(gateway_servers: tuple[str, str]) -> AsyncIterator[EmulatedMesh]:
+    """A mesh without processes: the test starts what it needs."""
+    async with _opened(gateway_servers) as mesh:
+        yield mesh
+
+
 @pytest.fixture
 async def emulated_mesh(bare_mesh: EmulatedMesh) -> EmulatedMesh:
     """A gateway, one emulated prefill worker, one emulated decode worker."""
-    await bare_mesh.add(ROLE_PREFILL)
-    await bare_mesh.add(ROLE_DECODE)
-    await bare_mesh.start_gateway()
-    await bare_mesh.until_ready()
-    return bare_mesh
+    return await _with_a_pair(bare_mesh)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mesh(gateway_servers: tuple[str, str]) -> AsyncIterator[EmulatedMesh]:
+    """The same for all tests of a module."""
+    async with _opened(gateway_servers) as mesh:
+        yield await _with_a_pair(mesh)

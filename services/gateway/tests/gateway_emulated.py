@@ -304,7 +304,7 @@ def _key(key: pb.RequestKey) -> Key:
 
 @contextlib.asynccontextmanager
 async def serving(worker: EmulatedWorker, mesh: ServiceSettings) -> AsyncIterator[EmulatedWorker]:
-    """Registers the worker and serves until the block ends or the worker dies (its record stays until its lease ends)."""
+    """Registers the worker and serves until the block ends, or the worker dies and leaves its record behind."""
     stop = asyncio.Event()
     worker.stop_now = stop.set
     servicer = Servicer(add_WorkerServiceServicer_to_server, worker, "tidemill.mesh.v1.WorkerService")

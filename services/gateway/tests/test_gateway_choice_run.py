@@ -1,4 +1,4 @@
-"""The state machine of one choice, without any I/O: whatever happens in whatever order, it ends once and holds nothing."""
+"""The state machine of one choice without any I/O: whatever happens, it ends once and holds nothing."""
 
 from dataclasses import dataclass, field
 

@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_ends_its_request(emulated_mesh, stream):
         worker.step_s = 0.01
         worker.answer = canned(TEXT, ends=False)
     port = int(emulated_mesh.http.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    _reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(BODY | {"max_tokens": 1000, "stream": stream}).encode()
     writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
     await emulated_mesh.until(lambda: any(w.running and "decode" in w.instance for w in emulated_mesh.fleet.values()))

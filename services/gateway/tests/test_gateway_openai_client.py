@@ -1,10 +1,12 @@
 """The official client, unchanged, against each point it depends on."""
 
+import asyncio
 import json
 
 import httpx2
 import openai
 import pytest
+import pytest_asyncio
 from gateway_emulated import EOS, TEXT, canned
 from pydantic import BaseModel
 
@@ -20,7 +22,19 @@ WEATHER = {
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 @pytest.fixture
+def emulated_mesh(shared_mesh):
+    for worker in shared_mesh.fleet.values():
+        worker.answer, worker.step_s = canned(TEXT), 0.001
+        worker.aborts.clear()
+        worker.submits.clear()
+    return shared_mesh
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(emulated_mesh):
     async with openai.AsyncOpenAI(base_url=f"{emulated_mesh.http}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -200,9 +214,8 @@ async def test_completion_logprobs_have_offsets_and_the_sampled_token(client):
     logprobs = answer.choices[0].logprobs
     assert logprobs.text_offset == [0, 1, 2, 3]
     assert logprobs.tokens == list(TEXT[:4])
-    assert all(
-        len(top) == 3 and token in top for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True)
-    )
+    pairs = zip(logprobs.top_logprobs, logprobs.tokens, strict=True)
+    assert all(len(top) == 3 and token in top for top, token in pairs)
 
 
 async def test_streamed_completion_logprobs_continue_their_offsets(client):
@@ -370,8 +383,6 @@ async def test_a_request_id_of_the_caller_is_kept(client):
 
 
 async def test_sync_clients_work_as_well(emulated_mesh):
-    import asyncio
-
     def ask():
         with openai.OpenAI(base_url=f"{emulated_mesh.http}/v1", api_key="none", max_retries=0) as client:
             stream = client.chat.completions.create(model="tiny", messages=HI, max_tokens=8, stream=True)

@@ -32,7 +32,7 @@ class Router:
         argv = [sys.executable, "-m", "tidemill_router", "--instance", instance, "--mesh", settings.mesh,
                 "--etcd", settings.etcd, "--nats", settings.nats, "--liveness-s", "1.0"]  # fmt: skip
         with self._log_path.open("ab") as out:
-            self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ)
+            self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ)  # noqa: ASYNC220
         await self._mesh.until(lambda: any(r.instance == instance for r in self.records()), bound_s=60)
 
     def kill(self):

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from gateway_emulated import byte_tokenizer
 from hypothesis import given
@@ -27,7 +29,7 @@ def run(text: str, stops: list[str], cuts: list[int]) -> tuple[str, str | None]:
     machine = StopStrings(stops)
     shown = ""
     borders = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         match = machine.push(text[start:end])
         shown += match.text
         if match.stop_string is not None:

@@ -32,7 +32,7 @@ class GatewayMetrics:
 
     def finished(self, outcome: str, request: "LiveRequest | None") -> None:
         """Counts a request at its end; `request` is None when it never started."""
-        self._requests.labels(outcome=outcome).inc()
+        self._requests.labels(outcome).inc()
         if request is None:
             return
         usage, times = request.usage(), request.times()
@@ -40,12 +40,12 @@ class GatewayMetrics:
         self._output_tokens.inc(usage.completion_tokens)
         for tier, tokens in (("l1", usage.cached_l1), ("l2", usage.cached_l2), ("l3", usage.cached_l3)):
             if tokens:
-                self._cached_tokens.labels(tier=tier).inc(tokens)
+                self._cached_tokens.labels(tier).inc(tokens)
         retries = sum(max(0, run.attempt - 1) for run in request.generation.runs)
         if retries:
             self._retries.inc(retries)
         if request.placement.degraded:
-            self._degraded.labels(part=request.placement.degraded).inc()
+            self._degraded.labels(request.placement.degraded).inc()
         if times.ttft_s:
             self._ttft_s.observe(times.ttft_s)
         decoded = usage.completion_tokens - len(request.pipes)

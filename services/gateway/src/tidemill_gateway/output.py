@@ -99,15 +99,18 @@ def _parser(prepared: Prepared) -> HermesParser | WholeOutputParser | None:
 
 async def outputs(generation: Generation, pipes: list[ChoicePipe]) -> AsyncIterator[list[ChoiceOutput]]:
     """All that came since the last time, until every choice has finished; raises what ended the request."""
-    while not all(pipe.finished for pipe in pipes):
+    unfinished = len(pipes)
+    while unfinished:
         batch = []
         for tokens in await generation.take():
             pipe = pipes[tokens.choice]
             if pipe.finished:
                 continue
             output = pipe.push(tokens)
-            if pipe.finished and tokens.finish is None:
-                generation.stop_choice(pipe.index)
+            if pipe.finished:
+                unfinished -= 1
+                if tokens.finish is None:
+                    generation.stop_choice(pipe.index)
             if output.text or output.token_ids or output.tool_calls or output.finish:
                 batch.append(output)
         if batch:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -110,6 +111,8 @@ async def serve(context: ServiceContext) -> None:
                 await context.publish_run_file(
                     grpc_server.endpoint, api_endpoint, status_endpoint=context.http_endpoint
                 )
+                # What start-up made lives as long as the process: the collector need not look at it again.
+                gc.freeze()
                 context.log.info("serving", grpc=grpc_server.endpoint, http=api_endpoint)
                 await context.drain.requested.wait()
                 gateway.admission.drain()

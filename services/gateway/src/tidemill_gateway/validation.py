@@ -3,7 +3,7 @@
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.spec import GenerationSpec, SamplingSpec, Tool
@@ -226,9 +226,9 @@ def _too_long(field: str, message: str, space: int) -> MeshError:
 
 def with_generation_defaults(sampling: SamplingSpec, defaults: SamplingSpec) -> SamplingSpec:
     """The sampling of a request with the model's generation defaults where it says nothing."""
-    values = {item.name: getattr(sampling, item.name) for item in fields(SamplingSpec)}
-    absent = {name: getattr(defaults, name) for name, value in values.items() if value is None}
-    return SamplingSpec(**(values | absent))
+    given = {item.name: getattr(defaults, item.name) for item in fields(SamplingSpec)}
+    absent = {name: value for name, value in given.items() if value and getattr(sampling, name) is None}
+    return replace(sampling, **absent) if absent else sampling
 
 
 def new_seed() -> int:

@@ -5,13 +5,13 @@ The stream is always read, whatever clients do; a slow client costs only its own
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 import structlog
 
 from tidemill.mesh.v1.common_pb2 import InstanceRef, Target
-from tidemill.mesh.v1.worker_pb2 import ConnectRequest, ConnectResponse, Credit, HandOver, Hello, Submit
+from tidemill.mesh.v1.worker_pb2 import ConnectRequest, ConnectResponse, Credit, HandOver, Hello, Output, Submit
 from tidemill.mesh.v1.worker_pb2_grpc import WorkerServiceStub
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.flow.leg import Key, Leg, key_of
@@ -134,19 +134,22 @@ class WorkerLink:
                 self.up = True
             if response.HasField("step"):
                 self.progress_at[response.step.domain] = self._last_seen
-                for output in response.step.outputs:
-                    leg = self.legs.get(key_of(output.key))
-                    if leg is None:
-                        self.stale_outputs += 1
-                    else:
-                        self._guarded(leg, leg.owner.on_output, leg, output)
+                self._take_outputs(response.step.outputs)
             for offer in response.tickets:
                 leg = self.legs.get(key_of(offer.key))
                 if leg is not None:
                     self._guarded(leg, leg.owner.on_ticket, leg, offer.ticket)
 
-    def _guarded(self, leg: Leg, react: Callable[..., None], *arguments: object) -> None:
+    def _take_outputs(self, outputs: Iterable[Output]) -> None:
         """A fault in one request's handling ends that request, not the stream of all."""
+        for output in outputs:
+            leg = self.legs.get(key_of(output.key))
+            if leg is None:
+                self.stale_outputs += 1
+            else:
+                self._guarded(leg, leg.owner.on_output, leg, output)
+
+    def _guarded(self, leg: Leg, react: Callable[..., None], *arguments: object) -> None:
         try:
             react(*arguments)
         except Exception:

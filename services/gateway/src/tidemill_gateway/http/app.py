@@ -151,14 +151,15 @@ class ApiApp:
 async def _stream(exchange: Exchange, live: LiveRequest, reply: Reply, options: StreamOptions) -> None:
     opened = False
     async for batch in live.outputs():
-        events = reply.events(batch)
+        last = live.finished
+        events = reply.events(batch, last=last)
         if not opened:
             opened = True
             await exchange.start(200, EVENT_STREAM, [(b"cache-control", b"no-cache"), *_placement_headers(live)])
             events = reply.opening() + events
-        if live.finished:
+        if last:
             events += (reply.usage_event() if options.include_usage else b"") + DONE
-        await exchange.write(events, last=live.finished)
+        await exchange.write(events, last=last)
 
 
 async def _whole(exchange: Exchange, live: LiveRequest, reply: Reply) -> None:

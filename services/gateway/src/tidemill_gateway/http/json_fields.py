@@ -1,6 +1,6 @@
 """Reads fields of a JSON object by their type; a wrong type is an error that names the field, null means absent."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from tidemill_gateway.validation import invalid
@@ -20,6 +20,10 @@ class Fields:
     def take(self, name: str) -> Any:
         """The raw value; None when absent or null."""
         return self._left.pop(name, None)
+
+    def names(self) -> Set[str]:
+        """Names that are present and not yet read."""
+        return self._left.keys()
 
     def unknown(self) -> list[str]:
         """Names that nobody asked for."""

@@ -47,13 +47,13 @@ class Reply(ABC):
         """One event; `more` is further fields of its object."""
         return b"%s%s]%s}\n\n" % (self._event_head, choice, more)
 
-    def events(self, batch: Iterable[ChoiceOutput]) -> bytes:
+    def events(self, batch: Iterable[ChoiceOutput], *, last: bool) -> bytes:
         """An event for each output; the request's last one carries the placement if it was asked for."""
-        rendered = [self.chunk_choice(output) for output in batch]
-        more = b""
-        if self.request.finished and self.request.prepared.spec.include_placement:
+        events = [self.event(self.chunk_choice(output)) for output in batch]
+        if last and self.request.prepared.spec.include_placement:
             more = b',"placement":' + orjson.dumps(placement_fields(self.request))
-        return b"".join([self.event(choice) for choice in rendered[:-1]] + [self.event(rendered[-1], more)])
+            events[-1] = events[-1].removesuffix(b"}\n\n") + more + b"}\n\n"
+        return b"".join(events)
 
     def usage_event(self) -> bytes:
         """The one event with usage, after all others."""

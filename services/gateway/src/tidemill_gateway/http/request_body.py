@@ -58,9 +58,9 @@ class StreamOptions:
 
 def refuse_unsupported(fields: Fields, table: dict[str, Callable[[Any], bool]]) -> None:
     """UNSUPPORTED for known fields with values that this server does not offer."""
-    for name, harmless in table.items():
+    for name in fields.names() & table.keys():
         value = fields.take(name)
-        if value is not None and not harmless(value):
+        if value is not None and not table[name](value):
             raise unsupported(fields.path(name), "is not supported here")
 
 

@@ -59,6 +59,7 @@ async def serve_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[ApiSer
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         date_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -46,6 +46,7 @@ class Catalog:
         self._entries: dict[str, _Entry] = {}
         self._changed = asyncio.Event()
         self._loaded = asyncio.Condition()
+        self._summary: fleet.FleetSummary | None = None
 
     async def run(self) -> None:
         """Follows the membership until cancelled."""
@@ -112,35 +113,40 @@ class Catalog:
             revision=card.revision,
             context_tokens=card.context_tokens,
             vocab_size=card.vocab_size,
-            ready=fleet.is_ready(self._records(), card.revision),
+            ready=card.revision in self._fleet().ready,
             created_unix_s=card.created_unix_s,
         )
 
     def largest_pool_tokens(self, model: ServedModel) -> int:
         """Tokens of KV that one request can have at most; 0: not known now."""
-        return fleet.largest_pool_tokens(self._records(), model.card.revision, model.card.block_size)
+        entry = next((e for e in self._entries.values() if e.model is model), None)
+        blocks = self._fleet().pool_blocks.get(entry.ref.card_digest, 0) if entry else 0
+        return blocks * model.card.block_size
 
     def any_ready(self) -> bool:
         """Whether at least one model can be used."""
-        records = self._records()
-        return any(
-            entry.model is not None and fleet.is_ready(records, entry.ref.revision) for entry in self._entries.values()
-        )
+        ready = self._fleet().ready
+        return any(entry.model is not None and entry.ref.revision in ready for entry in self._entries.values())
+
+    def _fleet(self) -> fleet.FleetSummary:
+        if self._summary is None:
+            self._summary = fleet.summarise(self._records())
+        return self._summary
 
     def _records(self) -> list[MembershipRecord]:
         return list(self._instances.records.values())
 
     def _preference(self, entry: _Entry) -> tuple[bool, int, int]:
-        records = self._records()
-        served_by = sum(ref.card_digest == entry.ref.card_digest for ref in fleet.model_refs(records))
+        summary = self._fleet()
         created = entry.model.card.created_unix_s if entry.model else 0
-        return fleet.is_ready(records, entry.ref.revision), served_by, created
+        return entry.ref.revision in summary.ready, summary.served_by[entry.ref.card_digest], created
 
     def _is_loaded(self, name: str) -> bool:
         return any(e.model and (name == e.ref.name or name in e.ref.aliases) for e in self._entries.values())
 
     def _on_change(self, old: MembershipRecord | None, new: MembershipRecord | None) -> None:
         if any(record is not None and fleet.is_worker(record) for record in (old, new)):
+            self._summary = None
             self._changed.set()
 
     def _refresh(self) -> list[_Entry]:
@@ -155,7 +161,7 @@ class Catalog:
 
     def _refresh_seen(self) -> None:
         now = self._clock()
-        served = {ref.card_digest for ref in fleet.model_refs(self._records())}
+        served = self._fleet().served_by
         for digest, entry in list(self._entries.items()):
             if digest in served:
                 entry.last_seen = now

@@ -1,6 +1,8 @@
 """Questions to the membership records: who serves what."""
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, MembershipRecord, ModelRef, Role
 
@@ -29,17 +31,31 @@ def serving(records: Iterable[MembershipRecord], role: "Role.ValueType", revisio
     ]
 
 
-def is_ready(records: Iterable[MembershipRecord], revision: str) -> bool:
-    """Whether a usable pair of prefill and decode instances serves the revision."""
-    known = list(records)
-    return bool(serving(known, ROLE_PREFILL, revision) and serving(known, ROLE_DECODE, revision))
+@dataclass(frozen=True, slots=True)
+class FleetSummary:
+    """What requests ask of the records, worked out once for each change of them."""
+
+    served_by: Counter[str]
+    """Workers by card digest."""
+    ready: frozenset[str]
+    """Revisions with a usable pair of prefill and decode instances."""
+    pool_blocks: dict[str, int]
+    """By card digest: blocks of the largest cache domain, of the role that has less; 0 when nobody can tell."""
 
 
-def largest_pool_tokens(records: Iterable[MembershipRecord], revision: str, block_size: int) -> int:
-    """Tokens that fit every role's largest cache domain; 0 when no worker is there to tell."""
+def summarise(records: Iterable[MembershipRecord]) -> FleetSummary:
+    """The summary of all records."""
     known = list(records)
+    refs = model_refs(known)
+    revisions = {ref.card_digest: ref.revision for ref in refs}
+    ready = frozenset(r for r in revisions.values() if all(serving(known, role, r) for role in WORKER_ROLES))
+    blocks = {digest: _largest_pool_blocks(known, revision) for digest, revision in revisions.items()}
+    return FleetSummary(Counter(ref.card_digest for ref in refs), ready, blocks)
+
+
+def _largest_pool_blocks(records: list[MembershipRecord], revision: str) -> int:
     largest = [
-        max((d.num_blocks * block_size for r in serving(known, role, revision) for d in r.domains), default=0)
-        for role in (ROLE_PREFILL, ROLE_DECODE)
+        max((domain.num_blocks for record in serving(records, role, revision) for domain in record.domains), default=0)
+        for role in WORKER_ROLES
     ]
-    return min((tokens for tokens in largest if tokens), default=0)
+    return min((blocks for blocks in largest if blocks), default=0)

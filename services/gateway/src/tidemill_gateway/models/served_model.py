@@ -54,10 +54,11 @@ class ServedModel:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
         if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch of one: the binding gives up the interpreter lock only for batches.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids

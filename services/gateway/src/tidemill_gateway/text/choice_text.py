@@ -40,8 +40,7 @@ class ChoiceText:
         """Runs the tokens through detokenisation and stop strings; ends at the first stop string."""
         if self._stops is None:
             self.num_tokens += len(token_ids)
-            text = "".join([self._decode(token_id) for token_id in token_ids])
-            return TextDelta(text, list(token_ids), list(logprobs))
+            return TextDelta("".join(map(self._decode, token_ids)), list(token_ids), list(logprobs))
         delta = TextDelta()
         for i, token_id in enumerate(token_ids):
             self.num_tokens += 1
