@@ -228,6 +228,16 @@ class Gateway:
             "reservations": len(self.mesh.reservations.live),
         }
 
+    def counters(self) -> dict[str, int]:
+        """What may be seen beside the holds."""
+        links = self.mesh.links.all()
+        return {
+            "worker_streams": sum(link.up for link in links),
+            "stale_outputs": sum(link.stale_outputs for link in links),
+            "degraded_placements": self.mesh.placer.degraded_placements,
+            "dropped_reports": self.mesh.reservations.dropped,
+        }
+
 
 def _log_end(request_id: str, model: str, tenant: str, outcome: str, request: LiveRequest | None) -> None:
     if request is None:

@@ -1,5 +1,6 @@
 """What the gateway measures."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tidemill_mesh.metrics import Metrics
@@ -14,6 +15,7 @@ class GatewayMetrics:
     """Metrics of requests; label values are bounded."""
 
     def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._requests = metrics.counter("requests_total", "Requests by outcome.", ("outcome",))
         self._prompt_tokens = metrics.counter("prompt_tokens_total", "Prompt tokens of ended requests.")
         self._cached_tokens = metrics.counter("cached_tokens_total", "Prompt tokens not computed again.", ("tier",))
@@ -23,12 +25,14 @@ class GatewayMetrics:
         self._ttft_s = metrics.histogram("ttft_seconds", "Arrival to first token.")
         self._tpot_s = metrics.histogram("tpot_seconds", "Mean time for an output token.", buckets=TPOT_BUCKETS)
         self._total_s = metrics.histogram("request_seconds", "Arrival to end.")
-        self.live_requests = metrics.gauge("live_requests", "Requests admitted or waiting.")
-        self.worker_streams = metrics.gauge("worker_streams", "Streams to workers that are up.")
-        self.reservations = metrics.gauge("reservations", "Reservations held at the router.")
-        self.stale_outputs = metrics.gauge("stale_outputs", "Outputs of older attempts that were dropped.")
         self.slow_clients = metrics.counter("slow_clients_total", "Clients cut off because they did not read.")
         self.unknown_fields = metrics.counter("unknown_fields_total", "Unknown fields in HTTP bodies.")
+
+    def show_state(self, state: Callable[[], dict[str, int]]) -> None:
+        """A gauge for each entry, read when somebody looks."""
+        for name in state():
+            gauge = self._metrics.gauge(name, f"Now: {name.replace('_', ' ')}.")
+            gauge.set_function(lambda name=name: state()[name])  # type: ignore[misc]
 
     def finished(self, outcome: str, request: "LiveRequest | None") -> None:
         """Counts a request at its end; `request` is None when it never started."""

@@ -104,7 +104,8 @@ async def serve(context: ServiceContext) -> None:
     servicer = Servicer(add_InferenceServiceServicer_to_server, InferenceServicer(gateway, keys), FULL_NAME)
     try:
         async with serve_grpc(settings, [servicer]) as grpc_server:
-            async with serve_http(app, settings.host, settings.http_api_port) as http_server:
+            tls = (settings.tls_cert, settings.tls_key)
+            async with serve_http(app, settings.host, settings.http_api_port, *tls) as http_server:
                 api_endpoint = f"{advertised_host(settings)}:{http_server.port}"
                 registration = await context.membership.register(_record(context, grpc_server.endpoint, api_endpoint))
                 grpc_server.set_serving(True)
@@ -156,6 +157,8 @@ def build(context: ServiceContext, settings: GatewaySettings, background: Backgr
         settings.queue_wait_s,
     )
     gateway = Gateway(settings, catalog, Admission(limits), mesh, GatewayMetrics(context.metrics), clock)
+    gateway.metrics.show_state(lambda: {f"held_{name}": count for name, count in gateway.holds().items()})
+    gateway.metrics.show_state(gateway.counters)
     background.keep("worker links", links.run)
     background.keep("models", catalog.run)
     background.keep("router reports", reports.run)

@@ -67,7 +67,7 @@ class ChoiceRun:
 
     def prefill_placed(self, attempt: int, placed: PlacePrefillResponse, held: Reservation | None) -> None:
         """Answers Effects.place_prefill."""
-        if self.done or attempt != self.attempt:
+        if not self.awaits_placement(attempt):
             self._effects.report(held, Report.KIND_CANCELLED)
             return
         stage = Submit.STAGE_WHOLE if placed.whole else Submit.STAGE_PREFILL
@@ -80,7 +80,7 @@ class ChoiceRun:
 
     def decode_placed(self, attempt: int, placed: PlaceDecodeResponse, held: Reservation | None) -> None:
         """Answers Effects.place_decode."""
-        if self.done or attempt != self.attempt or self.prefill is None:
+        if not self.awaits_placement(attempt) or self.prefill is None:
             self._effects.report(held, Report.KIND_CANCELLED)
             return
         self._decode_target, self._decode_held = placed.target, held
@@ -89,8 +89,12 @@ class ChoiceRun:
 
     def place_failed(self, attempt: int, error: MeshError) -> None:
         """No place was found within the bound: retrying is over."""
-        if not self.done and attempt == self.attempt:
+        if self.awaits_placement(attempt):
             self._fail(error)
+
+    def awaits_placement(self, attempt: int) -> bool:
+        """Whether an answer for this attempt is still wanted."""
+        return not self.done and attempt == self.attempt
 
     def on_ticket(self, leg: Leg, ticket: Ticket) -> None:
         """P is ready to send: D may fetch."""

@@ -19,6 +19,9 @@ from tidemill_gateway.flow.reservations import Reservation, Reservations
 from tidemill_gateway.flow.worker_links import WorkerLinks
 from tidemill_mesh.errors import MeshError
 
+ATTEMPT_DELAYS_S = (0.0, 0.2, 1.0)
+"""Before the second attempt, the third, and later ones: what failed twice in a row needs time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -180,6 +183,10 @@ class Generation:
 
     async def _place_prefill(self, run: ChoiceRun, attempt: int) -> None:
         plan, choice = self.plan, run.plan
+        if attempt > 1:
+            await asyncio.sleep(ATTEMPT_DELAYS_S[min(attempt - 2, len(ATTEMPT_DELAYS_S) - 1)])
+            if not run.awaits_placement(attempt):
+                return
         request = PlacePrefillRequest(
             request_id=plan.request_id,
             choice=choice.index,
@@ -198,7 +205,9 @@ class Generation:
             deadline_s=self._left_s(),
         )
         try:
-            placed, bypassed = await self._mesh.placer.prefill(request, self._patience_s(run))
+            placed, bypassed = await self._mesh.placer.prefill(
+                request, self._patience_s(run), lambda: run.awaits_placement(attempt)
+            )
         except MeshError as error:
             run.place_failed(attempt, error)
             return
@@ -236,7 +245,9 @@ class Generation:
             deadline_s=self._left_s(),
         )
         try:
-            placed, bypassed = await self._mesh.placer.decode(request, self._patience_s(run))
+            placed, bypassed = await self._mesh.placer.decode(
+                request, self._patience_s(run), lambda: run.awaits_placement(attempt)
+            )
         except MeshError as error:
             run.place_failed(attempt, error)
             return

@@ -66,8 +66,13 @@ class Placer:
         answering = [r for r in routers if self._avoid_until.get(r.incarnation, 0.0) <= now]
         return min(answering, key=lambda record: record.instance, default=None)
 
-    async def prefill(self, request: PlacePrefillRequest, wait_s: float) -> tuple[PlacePrefillResponse, bool]:
-        """Where a request starts, and whether the router was bypassed; UNAVAILABLE after wait_s without a place."""
+    async def prefill(
+        self, request: PlacePrefillRequest, wait_s: float, wanted: Callable[[], bool]
+    ) -> tuple[PlacePrefillResponse, bool]:
+        """Where a request starts, and whether the router was bypassed.
+
+        UNAVAILABLE after wait_s without a place, or when it is not `wanted` any more.
+        """
 
         async def ask() -> tuple[PlacePrefillResponse, bool]:
             try:
@@ -78,9 +83,11 @@ class Placer:
                 )
                 return self._bypassed(placed, reason), True
 
-        return await self._patiently(ask, request, wait_s)
+        return await self._patiently(ask, request, wait_s, wanted)
 
-    async def decode(self, request: PlaceDecodeRequest, wait_s: float) -> tuple[PlaceDecodeResponse, bool]:
+    async def decode(
+        self, request: PlaceDecodeRequest, wait_s: float, wanted: Callable[[], bool]
+    ) -> tuple[PlaceDecodeResponse, bool]:
         """Where a prefilled request goes on; as `prefill`."""
 
         async def ask() -> tuple[PlaceDecodeResponse, bool]:
@@ -92,13 +99,14 @@ class Placer:
                 )
                 return self._bypassed(placed, reason), True
 
-        return await self._patiently(ask, request, wait_s)
+        return await self._patiently(ask, request, wait_s, wanted)
 
     async def _patiently(
         self,
         ask: Callable[[], Awaitable[tuple[Response, bool]]],
         request: PlacePrefillRequest | PlaceDecodeRequest,
         wait_s: float,
+        wanted: Callable[[], bool],
     ) -> tuple[Response, bool]:
         """Asks again while there is no place; an instance that failed this request is allowed again then."""
         give_up_at = self._clock() + wait_s
@@ -110,9 +118,11 @@ class Placer:
                 delay_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
                 if error.code != errors_pb2.ERROR_CODE_UNAVAILABLE or self._clock() + delay_s > give_up_at:
                     raise
+                await asyncio.sleep(delay_s)
+                if not wanted():
+                    raise
             request.ClearField("excluded_instances")
             attempt += 1
-            await asyncio.sleep(delay_s)
 
     async def _ask(self, call: "Callable[[RouterServiceAsyncStub], Awaitable[Response]]") -> Response:
         router = self.router()

@@ -33,8 +33,6 @@ class Reservations:
     live: dict[str, Reservation] = field(default_factory=dict)
     queue: deque[Report] = field(default_factory=deque)
     dropped: int = 0
-    urgent: bool = False
-    """A report waits that others depend on: an instance was lost."""
 
     def hold(self, request_id: str, reservation_id: str, domain: DomainRef, lease_s: float, *, decode: bool,
              tokens: int) -> Reservation | None:  # fmt: skip
@@ -63,7 +61,6 @@ class Reservations:
                 domain=held.domain,
             )
         )
-        self.urgent = self.urgent or instance_lost
 
     def renew_due(self) -> None:
         """Queues a sign of life for each reservation whose lease is half over."""
@@ -75,7 +72,6 @@ class Reservations:
 
     def take(self, limit: int) -> list[Report]:
         """The next reports to send; give them back with `put_back` when sending failed."""
-        self.urgent = False
         return [self.queue.popleft() for _ in range(min(limit, len(self.queue)))]
 
     def put_back(self, reports: list[Report]) -> None:

@@ -49,8 +49,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[ApiServer]:
-    """Serves the app until the block ends."""
+async def serve_http(
+    app: ASGIApp, host: str, port: int, tls_cert: str = "", tls_key: str = ""
+) -> AsyncIterator[ApiServer]:
+    """Serves the app until the block ends; with TLS when a certificate and its key are given."""
     listener = listen(host, port)
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # starlette and uvicorn type one protocol in two ways
@@ -65,6 +67,8 @@ async def serve_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[ApiSer
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
         backlog=BACKLOG,
+        ssl_certfile=tls_cert or None,
+        ssl_keyfile=tls_key or None,
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]), name="openai http")
