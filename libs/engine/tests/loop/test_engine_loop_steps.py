@@ -101,6 +101,7 @@ class BytesPool:
         self.blocks = np.arange(8 * BLOCK_BYTES, dtype=np.uint32).astype(np.uint8).reshape(8, BLOCK_BYTES)
         self.may_write = threading.Event()
         self.may_write.set()
+        self.writing = threading.Event()
 
     def canonical_bytes(self, num_blocks: int, *_: Any) -> int:
         return num_blocks * BLOCK_BYTES
@@ -109,6 +110,7 @@ class BytesPool:
         return self.blocks[block_ids].reshape(-1)
 
     def scatter(self, data: np.ndarray, block_ids: list[int], *_: Any) -> None:
+        self.writing.set()
         self.may_write.wait(20.0)
         self.blocks[block_ids] = data.reshape(-1, BLOCK_BYTES)
 
@@ -179,8 +181,7 @@ async def test_a_cancel_during_the_write_is_answered_when_the_write_is_over(peer
     source.transfers.start(SendKV(1, [2], piece(target, 5, 1), 10.0))
     target.transfers.start(RecvKV(1, [6], piece(source, 5, 1), 10.0, "float32"))
     await source.answers.get()
-    while not target.transfers._writing:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(target.pool.writing.wait, 20.0)
     target.transfers.cancel(1)
     await asyncio.sleep(0.05)
     assert target.answers.empty()

@@ -95,7 +95,7 @@ def _follows(state: SchedulerState, request: Request, now_s: float) -> bool:
         return False
     chain = extend_chain(state, request)
     usable = (len(request.tokens) - 1) // state.settings.block_size
-    depth = len(state.cache.lookup(chain[:usable])[0])
+    depth = state.cache.cached_depth(chain)
     if depth >= usable or state.in_flight.owner(chain[depth]) in (None, request):
         return False
     if request.following_since_s < 0:
