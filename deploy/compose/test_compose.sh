@@ -11,6 +11,7 @@ python=${TIDEMILL_HOME:-$PWD/.tidemill}/venv/bin/python
 export HTTP_PORT=${HTTP_PORT:-18000} GRPC_PORT=${GRPC_PORT:-15051}
 export DOCKER_BUILDKIT=1 COMPOSE_DOCKER_CLI_BUILD=1
 if [ -z "${BASE_IMAGE:-}" ]; then
+    export DOCKER_CONFIG=$work/config
     deploy/compose/prepare.sh "$work"
     export BASE_IMAGE=local/tidemill-python:bookworm SERVERS_BASE_IMAGE=local/tidemill-debian:trixie
 fi
@@ -43,14 +44,14 @@ say "building"
 docker images --format '{{.Repository}} {{.Size}}' | grep '^tidemill' | sort
 
 say "up"
-time "${compose[@]}" up -d --wait --wait-timeout 300
+time "${compose[@]}" up -d --wait --wait-timeout 600
 key=$("${compose[@]}" exec -T gateway cut -d' ' -f1 /var/lib/tidemill/api_keys)
 check() { "$python" deploy/compose/check.py "$@" --key "$key" --http "127.0.0.1:$HTTP_PORT" --grpc "127.0.0.1:$GRPC_PORT"; }
 say "ask"
 check ask
 
 say "scale decode to 2"
-"${compose[@]}" up -d --wait --wait-timeout 300 --no-recreate --scale decode=2
+"${compose[@]}" up -d --wait --wait-timeout 600 --no-recreate --scale decode=2
 check workers --decode 2 --requests 8
 
 say "kill a decode worker's process in mid-stream"
