@@ -79,7 +79,7 @@ def test_kill_takes_the_children_of_its_session_along(started):
     children = Path(f"/proc/{record.pid}/task/{record.pid}/children").read_text().split()
     processes.kill(record)
     assert processes.wait_gone(record, 10)
-    while any(processes.start_ticks(int(child)) for child in children):
+    while any((found := processes.stat(int(child))) and not found.dead for child in children):
         time.sleep(0.01)
     assert children
 

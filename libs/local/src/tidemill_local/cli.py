@@ -73,9 +73,8 @@ def parser() -> argparse.ArgumentParser:
 
 def up_options(made: argparse.ArgumentParser) -> None:
     """Options of `up`; ports also by environment, so that `make up` takes them."""
-    environment = os.environ
-    made.add_argument("--http-port", type=int, default=int(environment.get("HTTP_PORT", "8000")))
-    made.add_argument("--grpc-port", type=int, default=int(environment.get("GRPC_PORT", "50051")))
+    made.add_argument("--http-port", type=int, default=os.environ.get("HTTP_PORT", "8000"), help="0: a free one")
+    made.add_argument("--grpc-port", type=int, default=os.environ.get("GRPC_PORT", "50051"), help="0: a free one")
     made.add_argument("--prefill", type=int, default=1, help="prefill instances")
     made.add_argument("--decode", type=int, default=1, help="decode instances")
     made.add_argument("--model", default="", help="a Hugging Face safetensors folder; default: SmolLM2-135M-Instruct")

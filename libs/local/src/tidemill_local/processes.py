@@ -54,7 +54,9 @@ def start(
         ],
         setsid=True,
     )
-    record = ProcessRecord(name, pid, start_ticks(pid) or 0, boot_id(), tuple(argv), str(log), time.time())
+    found = stat(pid)
+    ticks = found.start_ticks if found else 0
+    record = ProcessRecord(name, pid, ticks, boot_id(), tuple(argv), str(log), time.time())
     write_atomically(run_dir / f"{name}{PID_SUFFIX}", json.dumps(asdict(record), indent=1) + "\n")
     return record
 
@@ -76,11 +78,14 @@ def read_all(run_dir: Path) -> list[ProcessRecord]:
 
 
 def alive(record: ProcessRecord) -> bool:
-    """True while the very process of the record runs (an unreaped dead child does not)."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(record.pid, os.WNOHANG)
-    ticks = start_ticks(record.pid)
-    return ticks is not None and ticks == record.start_ticks and record.boot_id == boot_id()
+    """True while the very process of the record runs; reaps it if it is this process's dead child."""
+    found = stat(record.pid)
+    if found is None or found.start_ticks != record.start_ticks or record.boot_id != boot_id():
+        return False
+    if found.dead and found.parent == os.getpid():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(record.pid, os.WNOHANG)
+    return not found.dead
 
 
 def send(record: ProcessRecord, signum: int) -> bool:
@@ -129,15 +134,26 @@ def wait_gone(record: ProcessRecord, timeout_s: float) -> bool:
     return True
 
 
-def start_ticks(pid: int) -> int | None:
-    """Start time in clock ticks since boot; None if there is no such process or it is dead and unreaped."""
+@dataclass(frozen=True)
+class Stat:
+    """What the kernel says of a process."""
+
+    # Ended, but not waited for by its parent yet.
+    dead: bool
+    parent: int
+    # Start time in clock ticks since boot.
+    start_ticks: int
+
+
+def stat(pid: int) -> Stat | None:
+    """The process of a pid, None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command's name, in parentheses, may hold spaces and parentheses itself.
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return Stat(dead=fields[0] in "ZX", parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
 def boot_id() -> str:
