@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 async def until(condition: Callable[[], Any]) -> None:
     """Waits for a state that no event announces."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0)
 
 
@@ -100,7 +100,7 @@ async def test_a_message_nobody_receives_fails_alone_at_its_deadline(agent, peer
         await agent.send(peer.address, new_tag(), np.ones(MIB, np.uint8), 0.5)
     assert caught.value.code == "deadline"
     assert agent.counters["aborted_links"] == 0
-    while (await peer.ask("holds"))["holds"]["unclaimed_messages"]:  # noqa: ASYNC110
+    while (await peer.ask("holds"))["holds"]["unclaimed_messages"]:
         await asyncio.sleep(0.01)
 
 

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 async def until(condition: Callable[[], Any]) -> None:
     """Waits for a state that no event announces."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0)
 
 
@@ -25,6 +25,14 @@ async def error_of(operation) -> str:
     with pytest.raises(TransferError) as caught:
         await operation
     return caught.value.code
+
+
+async def outcome_of(operation: "asyncio.Task[None]") -> str:
+    """ "done", or the error's code: a transfer that is quick enough may be over before its peer fails."""
+    await asyncio.wait([operation])
+    error = operation.exception()
+    assert error is None or isinstance(error, TransferError)
+    return "done" if error is None else error.code
 
 
 @pytest.fixture
@@ -52,7 +60,7 @@ async def test_a_killed_peer_fails_what_waits_for_it_long_before_the_deadline(ag
     assert await error_of(agent.send(own_peer.address, new_tag(), np.ones(MIB, np.uint8), 300.0)) == "peer_lost"
 
 
-async def test_a_peer_killed_in_mid_message_fails_both_directions(agent, own_peer):
+async def test_a_peer_killed_in_mid_message_fails_both_directions(agent, own_peer, pattern):
     tags = [new_tag(), new_tag()]
     size = 64 * MIB
     own_peer.ask("send", peer=agent.address, tag=tags[0], size=size)
@@ -62,23 +70,22 @@ async def test_a_peer_killed_in_mid_message_fails_both_directions(agent, own_pee
     sending = asyncio.create_task(agent.send(own_peer.address, tags[1], np.ones(size, np.uint8), 300.0))
     await until(lambda: out[:MIB].any() or receiving.done())
     own_peer.kill()
-    assert await error_of(receiving) == "peer_lost"
-    await asyncio.wait([sending])
-    assert sending.exception() is None or sending.exception().code == "peer_lost"
+    assert await outcome_of(receiving) == "peer_lost" or (out == pattern(tags[0], size)).all()
+    assert await outcome_of(sending) in ("peer_lost", "done")
 
 
-async def test_a_frozen_peer_fails_at_the_deadline_and_serves_again_when_it_thaws(agent, own_peer, exchange):
+async def test_a_frozen_peer_fails_at_the_deadline_and_serves_again_when_it_thaws(agent, own_peer, exchange, pattern):
     await exchange(agent, own_peer)
     tags = [new_tag(), new_tag()]
     size = 64 * MIB
     own_peer.ask("send", peer=agent.address, tag=tags[0], size=size)
     out = np.zeros(size, np.uint8)
-    receiving = asyncio.create_task(agent.recv(own_peer.address, tags[0], out, 3.0))
-    sending = asyncio.create_task(agent.send(own_peer.address, tags[1], np.ones(size, np.uint8), 3.0))
+    receiving = asyncio.create_task(agent.recv(own_peer.address, tags[0], out, 8.0))
+    sending = asyncio.create_task(agent.send(own_peer.address, tags[1], np.ones(size, np.uint8), 8.0))
     await until(lambda: out[:MIB].any() or receiving.done())
     own_peer.signal(signal.SIGSTOP)
-    assert await error_of(receiving) in ("deadline", "peer_lost")
-    assert await error_of(sending) in ("deadline", "peer_lost")
+    assert await outcome_of(receiving) in ("deadline", "peer_lost") or (out == pattern(tags[0], size)).all()
+    assert await outcome_of(sending) in ("deadline", "peer_lost")
     out[:] = 0
     assert agent.holds["requests"] == 0
     own_peer.signal(signal.SIGCONT)

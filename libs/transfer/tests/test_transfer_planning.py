@@ -106,7 +106,9 @@ class MailboxMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mailbox: Mailbox[tuple[tuple[str, int], int], tuple[str, int]] = Mailbox(max_unclaimed=4)
+        self.mailbox: Mailbox[tuple[tuple[str, int], int], tuple[str, int]] = Mailbox(
+            max_unclaimed=4, max_unclaimed_bytes=30
+        )
         self.waiting: set[tuple[str, int]] = set()
         self.kept: dict[tuple[str, int], int] = {}
         self.spent: set[tuple[str, int]] = set()
@@ -130,7 +132,7 @@ class MailboxMachine(RuleBasedStateMachine):
         if key in self.kept:
             return
         self.serial += 1
-        taker = self.mailbox.arrive(key, (key, self.serial), float(self.serial))
+        taker = self.mailbox.arrive(key, (key, self.serial), 10, float(self.serial))
         if key in self.waiting:
             assert taker == key
             self.waiting.remove(key)
@@ -170,7 +172,8 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_bounded(self):
-        assert self.mailbox.num_unclaimed == len(self.kept) <= 4
+        assert self.mailbox.num_unclaimed == len(self.kept) <= 3
+        assert self.mailbox.unclaimed_bytes == 10 * len(self.kept)
         assert self.mailbox.num_waiting == len(self.waiting)
 
 

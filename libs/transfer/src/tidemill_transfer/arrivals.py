@@ -53,9 +53,9 @@ class Arrivals(Generic[M]):
         elif waiter.exception() is None:
             self._drop(waiter.result())
 
-    def arrived(self, key: Key, message: M) -> None:
-        """Hands the message to who waits for it, keeps it, or drops it."""
-        taker = self._mailbox.arrive(key, message, self._loop.time())
+    def arrived(self, key: Key, message: M, held_bytes: int = 0) -> None:
+        """Hands the message to who waits for it, keeps it (which takes so much memory here), or drops it."""
+        taker = self._mailbox.arrive(key, message, held_bytes, self._loop.time())
         if isinstance(taker, Dropped):
             self._drop(message)
         elif isinstance(taker, Kept):

@@ -16,6 +16,7 @@ Key = tuple[str, int]
 """(incarnation of the sender, tag)"""
 
 MAX_UNCLAIMED = 4096
+MAX_UNCLAIMED_BYTES = 64 << 20
 UNCLAIMED_AGE_S = 300.0
 MAX_SPENT = 16384
 
@@ -35,11 +36,12 @@ class Dropped:
 class Mailbox(Generic[M, W]):
     """Waiters and unclaimed messages of all peers."""
 
-    def __init__(self, max_unclaimed: int = MAX_UNCLAIMED, unclaimed_age_s: float = UNCLAIMED_AGE_S) -> None:
+    def __init__(self, max_unclaimed: int = MAX_UNCLAIMED, max_unclaimed_bytes: int = MAX_UNCLAIMED_BYTES) -> None:
+        self.unclaimed_bytes = 0
         self._max_unclaimed = max_unclaimed
-        self._unclaimed_age_s = unclaimed_age_s
+        self._max_unclaimed_bytes = max_unclaimed_bytes
         self._waiters: dict[Key, W] = {}
-        self._unclaimed: OrderedDict[Key, tuple[float, M]] = OrderedDict()
+        self._unclaimed: OrderedDict[Key, tuple[float, int, M]] = OrderedDict()
         self._spent: OrderedDict[Key, None] = OrderedDict()
 
     @property
@@ -52,10 +54,9 @@ class Mailbox(Generic[M, W]):
 
     def expect(self, key: Key, waiter: W) -> M | None:
         """Claims the message if it is here (and forgets the waiter), else registers the waiter."""
-        kept = self._unclaimed.pop(key, None)
-        if kept is not None:
+        if key in self._unclaimed:
             self._spend(key)
-            return kept[1]
+            return self._take_unclaimed(key)
         assert key not in self._waiters, f"two receives wait for one message: {key}"
         self._spent.pop(key, None)
         self._waiters[key] = waiter
@@ -71,7 +72,7 @@ class Mailbox(Generic[M, W]):
         while len(self._spent) > MAX_SPENT:
             self._spent.popitem(last=False)
 
-    def arrive(self, key: Key, message: M, now: float) -> W | Kept[M] | Dropped:
+    def arrive(self, key: Key, message: M, held_bytes: int, now: float) -> W | Kept[M] | Dropped:
         """Says who gets the message; a waiter returned is forgotten here."""
         waiter = self._waiters.pop(key, None)
         if waiter is not None:
@@ -79,31 +80,36 @@ class Mailbox(Generic[M, W]):
             return waiter
         if key in self._spent:
             return Dropped()
-        self._unclaimed[key] = (now, message)
+        self._unclaimed[key] = (now, held_bytes, message)
+        self.unclaimed_bytes += held_bytes
         return Kept(self._evict(now))
+
+    def _take_unclaimed(self, key: Key) -> M:
+        _, held_bytes, message = self._unclaimed.pop(key)
+        self.unclaimed_bytes -= held_bytes
+        return message
 
     def _evict(self, now: float) -> list[M]:
         evicted = []
         while self._unclaimed:
-            at, message = next(iter(self._unclaimed.values()))
-            if len(self._unclaimed) <= self._max_unclaimed and now - at < self._unclaimed_age_s:
+            key, (since, _, _) = next(iter(self._unclaimed.items()))
+            fits = len(self._unclaimed) <= self._max_unclaimed and self.unclaimed_bytes <= self._max_unclaimed_bytes
+            if fits and now - since < UNCLAIMED_AGE_S:
                 break
-            self._unclaimed.popitem(last=False)
-            evicted.append(message)
+            evicted.append(self._take_unclaimed(key))
         return evicted
 
     def withdraw(self, key: Key) -> tuple[M | None, W | None]:
         """The sender takes a message back: returns it, to be dropped, or who waits for it, to be failed."""
-        kept = self._unclaimed.pop(key, None)
-        if kept is not None:
-            return kept[1], None
+        if key in self._unclaimed:
+            return self._take_unclaimed(key), None
         self._spend(key)
         return None, self._waiters.pop(key, None)
 
     def drop_peer(self, incarnation: str) -> tuple[list[W], list[M]]:
         """The peer is lost: returns its waiters (to be failed) and its unclaimed messages (to be dropped)."""
         waiters = [self._waiters.pop(key) for key in [k for k in self._waiters if k[0] == incarnation]]
-        messages = [self._unclaimed.pop(key)[1] for key in [k for k in self._unclaimed if k[0] == incarnation]]
+        messages = [self._take_unclaimed(key) for key in [k for k in self._unclaimed if k[0] == incarnation]]
         for key in [k for k in self._spent if k[0] == incarnation]:
             del self._spent[key]
         return waiters, messages

@@ -39,7 +39,7 @@ class Progress:
             done.set_result(None)
         else:
             self._requests[id(request)] = (request, done, buffer)
-        self.poke()
+            self.poke()
         return done
 
     def poke(self) -> None:

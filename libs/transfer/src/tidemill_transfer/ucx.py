@@ -32,10 +32,13 @@ from tidemill_transfer.links import Link, Links
 from tidemill_transfer.progress import Progress
 from tidemill_transfer.tags import MAX_TAG, TAG_BITS, checked_tag
 
+# Below it a message is sent at once and copied once more on arrival, which costs less than asking first.
+_EAGER_BYTES = 128 << 10
 _ENVIRONMENT = {
     "UCX_TLS": "tcp,self" if not os.path.exists("/dev/nvidiactl") else "tcp,self,cuda_copy,cuda_ipc",
     "UCX_TCP_TX_SEG_SIZE": "512k",
     "UCX_TCP_RX_SEG_SIZE": "512k",
+    "UCX_RNDV_THRESH": str(_EAGER_BYTES),
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "2",
@@ -51,7 +54,7 @@ try:
 except (ImportError, OSError) as error:
     raise TransportUnavailable(f"ucx: {error}") from error
 
-_ANY = libucxx.UCXXTagMask(0)
+_ANY = (libucxx.UCXXTag(0), libucxx.UCXXTagMask(0))
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 _SLOT_BITS = 16
 _ENDPOINT_CLOSE_NS = 10**9
@@ -115,7 +118,6 @@ class UcxAgent:
         array = _array(out)
 
         async def take_on(link: Link) -> _Message:
-            self._progress.poke()
             return await self._arrivals.take((link.peer.incarnation, checked_tag(tag)), deadline)
 
         with self._operation("recv"):
@@ -173,7 +175,7 @@ class UcxAgent:
 
     def _collect(self) -> None:
         while True:
-            probe = self._worker.tag_probe(libucxx.UCXXTag(0), _ANY, remove=True)
+            probe = self._worker.tag_probe(*_ANY, remove=True)
             if not probe.matched:
                 return
             self._arrived(probe)
@@ -190,7 +192,9 @@ class UcxAgent:
             early.append(probe)
             return
         tag = (wire_tag & MAX_TAG) ^ key
-        self._arrivals.arrived((link.peer.incarnation, tag), _Message(link, probe.length, probe))
+        message = _Message(link, probe.length, probe)
+        held_bytes = message.size_bytes if message.size_bytes <= _EAGER_BYTES else 0
+        self._arrivals.arrived((link.peer.incarnation, tag), message, held_bytes)
 
     def _drop(self, probe: Any) -> None:
         """Receives into too small a buffer: the sender's request ends, the bytes go nowhere."""
