@@ -70,7 +70,8 @@ def test_another_template_gets_them_in_the_system_message():
 
 
 def test_a_template_that_takes_tools_sees_calls_as_values():
-    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}{{ tools }}"
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    source = "{% for m in messages %}" + calls + "{% endfor %}{{ tools }}"
     call = CalledTool("c1", "weather", '{"city": "Rome"}')
     assert "Rome" in model(source).chat_prompt([ChatMessage("assistant", "", "", (call,))], [TOOL])
 

@@ -90,7 +90,8 @@ class Admission:
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
-            await asyncio.wait_for(asyncio.shield(turn), self._limits.queue_wait_s)
+            async with asyncio.timeout(self._limits.queue_wait_s):
+                await asyncio.shield(turn)
         except BaseException as error:
             if turn.done():
                 self._give_place()

@@ -16,6 +16,7 @@ from tidemill.mesh.v1.worker_pb2_grpc import WorkerServiceStub
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.flow.leg import Key, Leg, key_of
 from tidemill_mesh.errors import MeshError, from_rpc_error
+from tidemill_mesh.tasks import wait_up_to
 
 BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -197,10 +198,7 @@ class WorkerLink:
         if self.refused:
             return
         delay_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
-        try:
-            await asyncio.wait_for(self._wanted.wait(), delay_s)
-        except TimeoutError:
-            return
+        await wait_up_to(self._wanted.wait(), delay_s)
 
     def _flush(self) -> None:
         self._wake.set()

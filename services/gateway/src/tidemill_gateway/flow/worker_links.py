@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
 from tidemill.mesh.v1.common_pb2 import InstanceRef, Target
 from tidemill.mesh.v1.membership_pb2 import MembershipRecord
 from tidemill_gateway.flow.leg import Leg
@@ -12,10 +10,10 @@ from tidemill_gateway.flow.worker_link import WorkerLink
 from tidemill_gateway.models.fleet import is_worker
 from tidemill_mesh.channels import Channels
 from tidemill_mesh.membership import InstanceView
+from tidemill_mesh.tasks import end, spawn
 
 SWEEP_S = 1.0
 
-log = structlog.get_logger()
 Incarnation = tuple[str, str]
 
 
@@ -47,11 +45,7 @@ class WorkerLinks:
                 self._sweep()
         finally:
             stop()
-            tasks = list(self._tasks.values())
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await asyncio.gather(*map(end, self._tasks.values()))
 
     def to(self, target: Target) -> WorkerLink:
         """The link to a placement's target; made for it when the membership does not show it yet."""
@@ -84,9 +78,7 @@ class WorkerLinks:
             channel = self._channels.get(endpoint)
             link = WorkerLink(peer, endpoint, self._gateway, channel, self._liveness_s, self._clock)
             self._links[key] = link
-            task = asyncio.get_running_loop().create_task(link.run(), name=f"link to {instance}")
-            task.add_done_callback(_log_failure)
-            self._tasks[key] = task
+            self._tasks[key] = spawn(link.run(), f"link to {instance}")
         return link
 
     def _sweep(self) -> None:
@@ -98,8 +90,3 @@ class WorkerLinks:
                 del self._links[key]
                 if not any(other.endpoint == link.endpoint for other in self._links.values()):
                     self._channels.forget(link.endpoint)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a worker link ended by an error", task=task.get_name(), exc_info=task.exception())
