@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -199,6 +200,30 @@ async def test_an_address_of_another_transport_or_none_is_refused_by_name(agent,
         with pytest.raises(TransferError) as caught:
             await agent.send(address, new_tag(), np.ones(1, np.uint8), 5.0)
         assert caught.value.code == "unavailable"
+
+
+async def test_a_tag_that_is_in_use_is_refused(agent, peer, transport):
+    tag = new_tag()
+    waiting = asyncio.create_task(agent.recv(peer.address, tag, np.zeros(9, np.uint8), 20.0))
+    await asyncio.sleep(0.1)
+    with pytest.raises(TransferError, match="another receive"):
+        await agent.recv(peer.address, tag, np.zeros(9, np.uint8), 20.0)
+    peer.ask("send", peer=agent.address, tag=tag, size=9)
+    await waiting
+    assert agent.holds["receives"] == 0
+
+
+async def test_a_wildcard_bind_is_told_to_peers_by_name(transport, agent):
+    wide = await open_agent(transport, "0.0.0.0")
+    assert parse_address(wide.address).host == socket.gethostname().lower()
+    await wide.close()
+    named = await open_agent(transport, "0.0.0.0", advertise_host="localhost")
+    out = np.zeros(MIB, np.uint8)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(agent.send(named.address, 5, np.ones(MIB, np.uint8), 20.0))
+        group.create_task(named.recv(agent.address, 5, out, 20.0))
+    assert out.all()
+    await named.close()
 
 
 async def test_only_known_transports_open():

@@ -5,6 +5,7 @@ comes through it is known to come from the run that its handshake named.
 """
 
 import asyncio
+import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Coroutine
@@ -78,7 +79,7 @@ class Links:
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
         port = int(self._listener.getsockname()[1])
-        self.address = AgentAddress(transport, advertise_host or host, port, incarnation)
+        self.address = AgentAddress(transport, advertise_host or _reachable(host), port, incarnation)
         self._spawn(self._accept(), self._handshake_tasks)
 
     @property
@@ -222,6 +223,15 @@ class Links:
                 await self._user.read_frame(link, kind, tag, length)
         except (OSError, TransferError) as error:
             link.lose(str(error))
+
+
+def _reachable(host: str) -> str:
+    """What peers are told for a bind to `host`: the machine's name for a wildcard."""
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = False
+    return socket.gethostname() if unspecified else host
 
 
 def _log_failure(task: "asyncio.Task[Any]") -> None:

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tidemill_transfer.errors import TransferError
+
 M = TypeVar("M")
 W = TypeVar("W")
 
@@ -53,11 +55,12 @@ class Mailbox(Generic[M, W]):
         return len(self._waiters)
 
     def expect(self, key: Key, waiter: W) -> M | None:
-        """Claims the message if it is here (and forgets the waiter), else registers the waiter."""
+        """Claims the message if it is here, else registers the waiter; TransferError when another one is there."""
         if key in self._unclaimed:
             self._spend(key)
             return self._take_unclaimed(key)
-        assert key not in self._waiters, f"two receives wait for one message: {key}"
+        if key in self._waiters:
+            raise TransferError("unavailable", f"another receive waits for tag {key[1]} of that peer")
         self._spent.pop(key, None)
         self._waiters[key] = waiter
         return None

@@ -98,6 +98,8 @@ class TcpAgent:
     async def _send_on(self, link: Link, tag: int, view: memoryview, deadline: Deadline) -> None:
         if link.lost.done():
             raise TransferError("peer_lost", f"{link.peer}: {link.lost.result()}")
+        if (link, tag) in self._outgoing:
+            raise TransferError("unavailable", f"another message of tag {tag} is on its way to that peer")
         outgoing = self._outgoing[link, tag] = _Outgoing()
         try:
             link.writer.post(FrameType.OFFER, tag, _SIZE.pack(len(view)))
