@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 
+import grpc
 import pytest
 from gateway_emulated import TEXT
 
 from tidemill.client import Client
 from tidemill.mesh.v1.membership_pb2 import ROLE_ROUTER
+from tidemill.mesh.v1.router_pb2 import GetRouterStatusRequest
+from tidemill.mesh.v1.router_pb2_grpc import RouterServiceStub
 
 pytest.importorskip("tidemill_router.__main__")
 
@@ -67,9 +70,11 @@ async def test_the_router_places_and_its_reservations_end(emulated_mesh, router)
     done = await placed_by_router(emulated_mesh)
     assert done.text == TEXT[:20]
     assert done.placement.prefill_terms
-    gateway_holds = emulated_mesh.context
-    assert gateway_holds is not None
     await emulated_mesh.until(lambda: emulated_mesh.holds() == 0)
+    async with grpc.aio.insecure_channel(router.records()[0].endpoint) as channel, asyncio.timeout(20):
+        stub = RouterServiceStub(channel)
+        while any((await stub.GetRouterStatus(GetRouterStatusRequest())).holds.values()):
+            await asyncio.sleep(0.05)
 
 
 async def test_a_killed_router_is_bypassed_and_a_new_one_is_asked_again(emulated_mesh, router):
