@@ -1,5 +1,6 @@
 """Compiles the C sources once for each (sources, compiler, processor) and keeps the library in the cache folder."""
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -32,11 +33,19 @@ def library() -> Path:
     if not compiler:
         raise KernelsUnavailable("no C compiler (cc, gcc, clang or $CC) to build the CPU kernels")
     path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "build.lock").open("w") as lock:
+        # Ranks that start together would all compile the same, one slower than the other.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            _build(compiler, path)
+    return path
+
+
+def _build(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         _compile(compiler, made)
         made.replace(path)
-    return path
 
 
 def _compile(compiler: str, out: Path) -> None:
