@@ -10,6 +10,7 @@ from tidemill_engine.attention.base import Chunk, ForwardBatch
 from tidemill_engine.kv_groups import kv_format, num_model_heads
 from tidemill_engine.kv_pool import KVPool, block_bytes
 from tidemill_engine.loading.model import load_model
+from tidemill_engine.models.base import ModelShape
 from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.sampling.grammar import GrammarCompiler
 from tidemill_engine.sampling.sampler import Sampled, Sampler
@@ -21,17 +22,17 @@ from tidemill_engine.step import NewRequest, SampledRow, ScheduledRow, Scheduler
 class ModelRunner:
     """Loads a rank's share of the model and its KV pool; `execute` is called with the same steps on all ranks."""
 
+    pool_type = KVPool
+
     def __init__(self, settings: EngineSettings, tp: TensorParallel) -> None:
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
         self.tp = tp
-        loaded = load_model(Path(settings.model_dir), settings.weights, settings.kv_dtype, tp)
-        self.model = loaded.model
-        self.backend = loaded.backend
-        self.groups = self.model.groups
+        shape = self._load(settings)
+        self.groups = shape.groups
         self.kv_format = kv_format(self.groups, settings.block_size)
-        self.vocab_size = self.model.vocab_size
-        self.context_tokens = min(settings.max_context_tokens or self.model.context_tokens, self.model.context_tokens)
+        self.vocab_size = shape.vocab_size
+        self.context_tokens = min(settings.max_context_tokens or shape.context_tokens, shape.context_tokens)
         self.head_range = tp.share("KV heads", num_model_heads(self.groups))
         bytes_per_block = block_bytes(self.groups, settings.block_size, tp.size)
         self.kv_bytes_per_token = bytes_per_block // settings.block_size
@@ -40,7 +41,7 @@ class ModelRunner:
             raise ValueError(f"kv_memory_bytes = {settings.kv_memory_bytes} holds no block of {bytes_per_block} bytes")
         has_state = any(spec.kind != "paged" for spec in self.groups)
         self.num_snapshots = settings.num_snapshots if has_state else 0
-        self.pool = KVPool(
+        self.pool = self.pool_type(
             self.groups,
             block_size=settings.block_size,
             num_blocks=self.num_blocks,
@@ -48,9 +49,9 @@ class ModelRunner:
             num_snapshots=self.num_snapshots,
             head_range=self.head_range,
         )
-        self.attention = loaded.make_attention(self.pool)
+        self._open_attention()
         self.rows = RowTables(settings.max_num_seqs, self.context_tokens, settings.block_size)
-        self.sampler = Sampler(settings.max_num_seqs, self.vocab_size)
+        self.sampler = Sampler(settings.max_num_seqs, self.vocab_size, settings.device)
         self.grammars = GrammarCompiler(Path(settings.model_dir), self.vocab_size)
 
     @torch.inference_mode()
@@ -98,6 +99,16 @@ class ModelRunner:
         self.execute(SchedulerOutput(step=0, freed_rows=[0]))
         self.pool.reset_slot(0)
 
+    def _load(self, settings: EngineSettings) -> ModelShape:
+        loaded = load_model(Path(settings.model_dir), settings.weights, settings.kv_dtype, self.tp)
+        self.model = loaded.model
+        self.backend = loaded.backend
+        self._make_attention = loaded.make_attention
+        return loaded.model
+
+    def _open_attention(self) -> None:
+        self.attention = self._make_attention(self.pool)
+
     def _enter(self, out: SchedulerOutput) -> None:
         for row in out.freed_rows:
             self.sampler.free(row)
@@ -126,12 +137,17 @@ class ModelRunner:
             token_ids = torch.from_numpy(done.token_ids)
         ids = self.tp.broadcast_from_leader(token_ids).numpy()
         self.rows.append(rows, ids)
-        result = [SampledRow(row, [token]) for row, token in zip(sampling, ids.tolist(), strict=True)]
-        for i, entry in (done.logprobs if done else {}).items():
-            result[i].logprobs = [entry]
-        for i, error in (done.errors if done else {}).items():
-            result[i].token_ids, result[i].grammar_error = [], error
-        return result
+        return sampled_rows(sampling, ids.tolist(), done)
+
+
+def sampled_rows(rows: list[int], token_ids: list[int], done: Sampled | None) -> list[SampledRow]:
+    """One token for each row, with what the full sampler says of it."""
+    result = [SampledRow(row, [token]) for row, token in zip(rows, token_ids, strict=True)]
+    for i, entry in (done.logprobs if done else {}).items():
+        result[i].logprobs = [entry]
+    for i, error in (done.errors if done else {}).items():
+        result[i].token_ids, result[i].grammar_error = [], error
+    return result
 
 
 class RowTables:
@@ -154,7 +170,7 @@ class RowTables:
         self.prompt_tokens[row] = request.prompt_tokens
         self.num_blocks[row] = 0
         self.slots[row] = request.sequence_slot
-        self._extend(row, request.block_ids)
+        self.extend(row, request.block_ids)
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """One sampled token for each row."""
@@ -169,7 +185,7 @@ class RowTables:
     def batch(self, scheduled: list[ScheduledRow], null_block: int) -> tuple[ForwardBatch, np.ndarray]:
         """The step's tokens, and the blocks that it writes from their beginning."""
         for part in scheduled:
-            self._extend(part.row, part.new_block_ids)
+            self.extend(part.row, part.new_block_ids)
         rows = np.array([part.row for part in scheduled])
         starts = np.array([part.start for part in scheduled])
         counts = np.array([part.num_tokens for part in scheduled])
@@ -209,7 +225,8 @@ class RowTables:
         blocks = torch.from_numpy(self.blocks[part.row, :used].copy())
         return Chunk(first, part.num_tokens, part.start, blocks, int(self.slots[part.row]))
 
-    def _extend(self, row: int, block_ids: list[int]) -> None:
+    def extend(self, row: int, block_ids: list[int]) -> None:
+        """Appends to the row's block table."""
         if block_ids:
             held = self.num_blocks[row]
             self.blocks[row, held : held + len(block_ids)] = block_ids

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,6 +12,13 @@ from tidemill_engine.loading.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+
+class TensorSource(Protocol):
+    """Named tensors of a model."""
+
+    def take(self, name: str, shape: Sequence[int], *, axis: int = 0, start: int = 0, end: int = -1) -> torch.Tensor:
+        """[start, end) along `axis` of the tensor, whose whole shape is `shape`."""
 
 
 class Checkpoint:

@@ -6,7 +6,7 @@ import torch
 
 from tidemill_engine.layers.elementwise import Elementwise
 from tidemill_engine.layers.linear import Linear
-from tidemill_engine.loading.checkpoint import Checkpoint
+from tidemill_engine.loading.checkpoint import TensorSource
 from tidemill_engine.parallel.tp import TensorParallel
 
 MakeLinear = Callable[[str, torch.Tensor, torch.Tensor | None], Linear]
@@ -17,7 +17,7 @@ class WeightSource:
     """Cuts tensors to the rank's share while it reads them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, tp: TensorParallel, make_linear: MakeLinear, elementwise: Elementwise
+        self, checkpoint: TensorSource, tp: TensorParallel, make_linear: MakeLinear, elementwise: Elementwise
     ) -> None:
         self.checkpoint = checkpoint
         self.elementwise = elementwise

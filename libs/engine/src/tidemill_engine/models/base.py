@@ -8,12 +8,16 @@ from tidemill_engine.attention.base import AttentionBackend, ForwardBatch
 from tidemill_engine.kv_groups import KVGroupSpec
 
 
-class Model(Protocol):
-    """One rank's part of a decoder."""
+class ModelShape(Protocol):
+    """What the pool and the tables are sized by."""
 
     groups: tuple[KVGroupSpec, ...]
     vocab_size: int
     context_tokens: int
+
+
+class Model(ModelShape, Protocol):
+    """One rank's part of a decoder."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """[tokens of batch.sample_indices, hidden] after the last norm."""

@@ -32,10 +32,11 @@ class Sampled:
 class Sampler:
     """Keeps what rows need between steps: parameters, penalty counts, constraints."""
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: str = "cpu") -> None:
         self.vocab_size = vocab_size
+        self._device = device
         self.params = SamplingRows(num_rows)
-        self._penalties = PenaltyTables(num_rows, vocab_size)
+        self._penalties = PenaltyTables(num_rows, vocab_size, device)
         self._constraints: dict[int, Constraint] = {}
 
     def start(self, row: int, params: SamplingParams, token_ids: np.ndarray, prompt_tokens: int) -> None:
@@ -53,10 +54,19 @@ class Sampler:
         """The row's request ended."""
         self._constraints.pop(row, None)
 
+    def is_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """True when no row asks for more than a draw by its temperature."""
+        params = self.params
+        asks = params.has_penalty(rows) | params.has_bias[rows] | params.logprobs[rows]
+        asks |= (params.top_k[rows] > 0) | (params.top_p[rows] < 1) | (params.min_p[rows] > 0)
+        asks |= positions < params.min_tokens[rows]
+        constrained = self._constraints and not self._constraints.keys().isdisjoint(rows.tolist())
+        return not (constrained or asks.any())
+
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """logits [rows, vocab] float32, changed in place; `positions` = output tokens sampled so far."""
         wanting = np.flatnonzero(self.params.logprobs[rows])
-        raw = logits[torch.from_numpy(wanting)] if wanting.size else logits
+        raw = logits[self._to_device(wanting)] if wanting.size else logits
         errors = self._apply_constraints(logits, rows)
         self._apply_bias(logits, rows)
         self._apply_min_tokens(logits, rows, positions)
@@ -72,22 +82,22 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         drawing = np.flatnonzero(self.params.temperature[rows] > 0)
         if not drawing.size:
-            return logits.argmax(dim=-1).numpy()
+            return logits.argmax(dim=-1).cpu().numpy()
         if drawing.size == rows.size:
             return self._draw(logits, rows, positions)
-        token_ids: np.ndarray = logits.argmax(dim=-1).numpy()
-        token_ids[drawing] = self._draw(logits[torch.from_numpy(drawing)], rows[drawing], positions[drawing])
+        token_ids: np.ndarray = logits.argmax(dim=-1).cpu().numpy()
+        token_ids[drawing] = self._draw(logits[self._to_device(drawing)], rows[drawing], positions[drawing])
         return token_ids
 
     def _draw(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         params = self.params
-        temperature = torch.from_numpy(params.temperature[rows])[:, None]
+        temperature = self._to_device(params.temperature[rows])[:, None]
         # Below the smallest normal step a temperature is greedy in all but name; the quotient must stay finite.
         probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
         if (params.top_k[rows] > 0).any() or (params.top_p[rows] < 1).any() or (params.min_p[rows] > 0).any():
-            limits = (torch.from_numpy(values[rows]) for values in (params.top_k, params.top_p, params.min_p))
+            limits = (self._to_device(values[rows]) for values in (params.top_k, params.top_p, params.min_p))
             probs = probs * keep_mask(probs, *limits)
-        return draw(probs, torch.from_numpy(uniform(params.seed[rows], positions)))
+        return draw(probs, self._to_device(uniform(params.seed[rows], positions)))
 
     def _apply_constraints(self, logits: torch.Tensor, rows: np.ndarray) -> dict[int, str]:
         places = [i for i, row in enumerate(rows.tolist()) if row in self._constraints] if self._constraints else []
@@ -102,9 +112,10 @@ class Sampler:
             if constraint.error:
                 errors[place] = constraint.error
                 words[i] = -1
-        masked = logits.numpy()[places]
+        at = torch.tensor(places, device=self._device)
+        masked = logits[at].cpu().numpy()
         apply_mask(masked, words)
-        logits[torch.tensor(places)] = torch.from_numpy(masked)
+        logits[at] = self._to_device(masked)
         return errors
 
     def _advance_constraints(self, rows: np.ndarray, token_ids: np.ndarray, errors: dict[int, str]) -> None:
@@ -122,7 +133,7 @@ class Sampler:
         ids = [self.params.bias_ids[row] for row in rows[biased]]
         places = np.repeat(biased, [len(part) for part in ids])
         values = np.concatenate([self.params.bias_values[row] for row in rows[biased]])
-        logits[torch.from_numpy(places), torch.from_numpy(np.concatenate(ids))] += torch.from_numpy(values)
+        logits[self._to_device(places), self._to_device(np.concatenate(ids))] += self._to_device(values)
 
     def _apply_min_tokens(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
         early = np.flatnonzero(positions < self.params.min_tokens[rows])
@@ -130,7 +141,7 @@ class Sampler:
             return
         ids = [self.params.stop_ids[row] for row in rows[early]]
         places = np.repeat(early, [len(part) for part in ids])
-        logits[torch.from_numpy(places), torch.from_numpy(np.concatenate(ids))] = float("-inf")
+        logits[self._to_device(places), self._to_device(np.concatenate(ids))] = float("-inf")
 
     def _logprobs(
         self, raw: torch.Tensor, wanting: np.ndarray, rows: np.ndarray, token_ids: np.ndarray
@@ -138,8 +149,11 @@ class Sampler:
         if not wanting.size:
             return {}
         top_n = self.params.top_logprobs[rows[wanting]].tolist()
-        entries = token_logprobs(raw, torch.from_numpy(token_ids[wanting]), top_n)
+        entries = token_logprobs(raw, self._to_device(token_ids[wanting]), top_n)
         return dict(zip(wanting.tolist(), entries, strict=True))
+
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
 
 
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> np.ndarray:
@@ -147,5 +161,5 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> np.ndarray:
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    found: np.ndarray = torch.searchsorted(cumulative, target, right=True)[:, 0].numpy()
+    found: np.ndarray = torch.searchsorted(cumulative, target, right=True)[:, 0].cpu().numpy()
     return found

@@ -48,53 +48,115 @@ EXPORT void tm_store_kv(const Layer *l, const float *k, const float *v, int stri
         }
 }
 
-// One token of one sequence against its context, for the query heads of one KV head. scores: [group][length].
-INLINE void decode_head(const Layer *l, const int bf16, const int group, const float *q, const int64_t *table,
-                        int length, int head, float scale, float *scores, float *out) {
-    int dim = l->dim;
-    float top[MAX_GROUP];
-    for (int g = 0; g < group; g++) top[g] = -INFINITY;
-    for (int t = 0; t < length; t++) {
-        const void *key = place(l, l->keys, table[t / l->block_size], t % l->block_size, head);
+#define AHEAD 8  // tokens whose bytes are asked for before they are needed
+
+// A run of tokens in one block, for one KV head.
+typedef struct {
+    const uint8_t *at;
+    int64_t step;  // bytes from token to token
+    int count;
+} Run;
+
+INLINE Run run_of(const Layer *l, const uint8_t *base, const int64_t *table, int first, int length, int head) {
+    int count = l->block_size < length - first ? l->block_size : length - first;
+    return (Run){place(l, base, table[first / l->block_size], 0, head), l->token_stride * (l->bf16 ? 2 : 4), count};
+}
+
+// scores[g][t] = q[g] . key[t] for a run's tokens; `scores` has `length` values a row.
+INLINE void score_run(const int bf16, const int group, Run run, const float *q, int dim, float *scores, int length) {
+    for (int t = 0; t < run.count; t++) {
+        const uint8_t *key = run.at + t * run.step;
         vf sums[MAX_GROUP];
+#pragma GCC unroll 16
         for (int g = 0; g < group; g++) sums[g] = (vf){0};
         for (int i = 0; i < dim; i += LANES) {
+            __builtin_prefetch(key + AHEAD * run.step + i * (bf16 ? 2 : 4));
             vf k = load_kv(key, i, bf16);
+#pragma GCC unroll 16
             for (int g = 0; g < group; g++) sums[g] += k * load(q + g * dim + i);
         }
+#pragma GCC unroll 16
+        for (int g = 0; g < group; g++) scores[(size_t)g * length + t] = sum_lanes(sums[g]);
+    }
+}
+
+// out[g] += sum over a run's tokens of score[g][t] * value[t], for `parts` vectors from input i on.
+INLINE void weigh_run(const int bf16, const int group, const int parts, Run run, int i, const float *scores,
+                      int length, float *out, int dim) {
+    vf sums[MAX_GROUP][4];
+#pragma GCC unroll 16
+    for (int g = 0; g < group; g++)
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) sums[g][p] = load(out + g * dim + i + p * LANES);
+    for (int t = 0; t < run.count; t++) {
+        const uint8_t *value = run.at + t * run.step;
+        vf v[4];
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) {
+            __builtin_prefetch(value + AHEAD * run.step + (i + p * LANES) * (bf16 ? 2 : 4));
+            v[p] = load_kv(value, i + p * LANES, bf16);
+        }
+#pragma GCC unroll 16
         for (int g = 0; g < group; g++) {
-            float s = sum_lanes(sums[g]) * scale;
-            scores[(size_t)g * length + t] = s;
-            top[g] = s > top[g] ? s : top[g];
+            float score = scores[(size_t)g * length + t];
+#pragma GCC unroll 4
+            for (int p = 0; p < parts; p++) sums[g][p] += v[p] * score;
         }
     }
-    float total[MAX_GROUP];
-    for (int g = 0; g < group; g++) {
-        float *row = scores + (size_t)g * length;
-        vf sum = {0};
-        int t = 0;
-        for (; t + LANES <= length; t += LANES) {
-            vf e = vexp(load(row + t) - top[g]);
-            store(row + t, e);
-            sum += e;
-        }
-        total[g] = sum_lanes(sum);
-        for (; t < length; t++) total[g] += row[t] = vexp(splat(row[t] - top[g]))[0];
+#pragma GCC unroll 16
+    for (int g = 0; g < group; g++)
+#pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) store(out + g * dim + i + p * LANES, sums[g][p]);
+}
+
+// Turns scores into exp(scale * (score - top)) and returns their sum.
+static float exponentials(float *row, int length, float scale) {
+    vf tops = splat(-INFINITY), sum = {0};
+    int t = 0;
+    for (; t + LANES <= length; t += LANES) tops = vmax(tops, load(row + t));
+    float top = max_lanes(tops);
+    for (; t < length; t++) top = row[t] > top ? row[t] : top;
+    for (t = 0; t + LANES <= length; t += LANES) {
+        vf e = vexp((load(row + t) - top) * scale);
+        store(row + t, e);
+        sum += e;
     }
-    for (int i = 0; i < dim; i += LANES) {
-        vf sums[MAX_GROUP];
-        for (int g = 0; g < group; g++) sums[g] = (vf){0};
-        for (int t = 0; t < length; t++) {
-            vf v = load_kv(place(l, l->values, table[t / l->block_size], t % l->block_size, head), i, bf16);
-            for (int g = 0; g < group; g++) sums[g] += v * scores[(size_t)g * length + t];
+    float total = sum_lanes(sum);
+    for (; t < length; t++) total += row[t] = vexp(splat((row[t] - top) * scale))[0];
+    return total;
+}
+
+// One token of one sequence against its context, for the query heads of KV heads [head, end). Block by block with all
+// heads, so that the pool is read once, in order. scores: [heads * group][length].
+INLINE void decode_row(const Layer *l, const int bf16, const int group, const float *q, const int64_t *table,
+                       int length, int head, int end, float scale, float *scores, float *out) {
+    int dim = l->dim, per_head = group * dim;
+    size_t score_rows = (size_t)group * length;
+    for (int first = 0; first < length; first += l->block_size)
+        for (int h = head; h < end; h++) {
+            Run run = run_of(l, l->keys, table, first, length, h);
+            score_run(bf16, group, run, q + h * per_head, dim, scores + (h - head) * score_rows + first, length);
         }
-        for (int g = 0; g < group; g++) store(out + g * dim + i, sums[g] / total[g]);
+    for (int row = 0; row < (end - head) * group; row++) {
+        float *at = scores + (size_t)row * length;
+        float inverse = 1.0f / exponentials(at, length, scale);
+        for (int t = 0; t < length; t++) at[t] *= inverse;
     }
+    memset(out + head * per_head, 0, (end - head) * per_head * sizeof *out);
+    for (int first = 0; first < length; first += l->block_size)
+        for (int h = head; h < end; h++) {
+            Run run = run_of(l, l->values, table, first, length, h);
+            const float *at = scores + (h - head) * score_rows + first;
+            int i = 0;
+            for (; i + 4 * LANES <= dim; i += 4 * LANES)
+                weigh_run(bf16, group, 4, run, i, at, length, out + h * per_head, dim);
+            for (; i < dim; i += LANES) weigh_run(bf16, group, 1, run, i, at, length, out + h * per_head, dim);
+        }
 }
 
 #define DECODE_GROUP(BF16, GROUP)                                                                                    \
     case GROUP:                                                                                                      \
-        decode_head(l, BF16, GROUP, q, table, length, head, scale, scores, out);                                     \
+        decode_row(l, BF16, GROUP, q, table, length, head, end, scale, scores, out);                                 \
         break;
 #define DECODE_GROUPS(BF16)                                                                                          \
     switch (l->group) {                                                                                              \
@@ -102,16 +164,15 @@ INLINE void decode_head(const Layer *l, const int bf16, const int group, const f
         DECODE_GROUP(BF16, 2)                                                                                        \
         DECODE_GROUP(BF16, 3)                                                                                        \
         DECODE_GROUP(BF16, 4)                                                                                        \
-        DECODE_GROUP(BF16, 5)                                                                                        \
         DECODE_GROUP(BF16, 6)                                                                                        \
         DECODE_GROUP(BF16, 7)                                                                                        \
         DECODE_GROUP(BF16, 8)                                                                                        \
         default:                                                                                                     \
-            decode_head(l, BF16, l->group, q, table, length, head, scale, scores, out);                              \
+            decode_row(l, BF16, l->group, q, table, length, head, end, scale, scores, out);                          \
     }
 
-static void decode_any(const Layer *l, const float *q, const int64_t *table, int length, int head, float scale,
-                       float *scores, float *out) {
+static void decode_any(const Layer *l, const float *q, const int64_t *table, int length, int head, int end,
+                       float scale, float *scores, float *out) {
     if (l->bf16) {
         DECODE_GROUPS(1)
     } else {
@@ -124,16 +185,16 @@ EXPORT void tm_decode_attention(const Layer *l, const float *q, int stride, cons
                                 const int64_t *lengths, int rows, float scale, float *out, int threads) {
     int64_t longest = 0;
     for (int row = 0; row < rows; row++) longest = lengths[row] > longest ? lengths[row] : longest;
-    int per_head = l->group * l->dim;
+    int heads = rows < threads ? 1 : l->kv_heads, parts = l->kv_heads / heads;
+    int row_size = l->kv_heads * l->group * l->dim;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        float *scores = malloc(l->group * longest * sizeof *scores);
-        // Rows inside heads: sequences that share a prefix then meet its blocks while they are in the cache.
+        float *scores = malloc(heads * l->group * longest * sizeof *scores);
 #pragma omp for schedule(dynamic, 1)
-        for (int unit = 0; unit < rows * l->kv_heads; unit++) {
-            int head = unit / rows, row = unit % rows;
-            decode_any(l, q + (size_t)row * stride + head * per_head, table + (size_t)row * width, lengths[row], head,
-                       scale, scores, out + ((size_t)row * l->kv_heads + head) * per_head);
+        for (int unit = 0; unit < rows * parts; unit++) {
+            int row = unit / parts, head = unit % parts * heads;
+            decode_any(l, q + (size_t)row * stride, table + (size_t)row * width, lengths[row], head, head + heads,
+                       scale, scores, out + (size_t)row * row_size);
         }
         free(scores);
     }
