@@ -148,7 +148,7 @@ class EmulatedMesh:
 async def _opened(servers: tuple[str, str]) -> AsyncIterator[EmulatedMesh]:
     etcd, nats = servers
     settings = GatewaySettings(
-        mesh=f"test-{secrets.token_hex(4)}", etcd=etcd, nats=nats, port=0, http_api_port=0, liveness_s=1.0, drain_s=5.0
+        mesh=f"test-{secrets.token_hex(4)}", etcd=etcd, nats=nats, port=0, http_api_port=0, liveness_s=2.5, drain_s=5.0
     )
     async with contextlib.AsyncExitStack() as stack:
         yield EmulatedMesh(settings, stack, tiny_assets(), canned(TEXT))

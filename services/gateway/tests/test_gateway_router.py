@@ -33,7 +33,7 @@ class Router:
     async def start(self, instance):
         settings = self._mesh.settings
         argv = [sys.executable, "-m", "tidemill_router", "--instance", instance, "--mesh", settings.mesh,
-                "--etcd", settings.etcd, "--nats", settings.nats, "--liveness-s", "1.0"]  # fmt: skip
+                "--etcd", settings.etcd, "--nats", settings.nats, "--liveness-s", "2.5"]  # fmt: skip
         with self._log_path.open("ab") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ)  # noqa: ASYNC220
         await self._mesh.until(lambda: any(r.instance == instance for r in self.records()), bound_s=60)

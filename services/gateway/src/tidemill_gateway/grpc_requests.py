@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tidemill.v1 import inference_pb2 as pb
-from tidemill_gateway.gateway import LiveRequest
+from tidemill_gateway.live_request import LiveRequest
 from tidemill_gateway.output import ChoiceOutput
 from tidemill_gateway.spec import CalledTool, ChatMessage, FormatKind, GenerationSpec, SamplingSpec, Tool, ToolMode
 from tidemill_gateway.text.token_bytes import TokenBytes

@@ -1,12 +1,9 @@
 """What the gateway measures."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from tidemill_gateway.live_request import LiveRequest
 from tidemill_mesh.metrics import Metrics
-
-if TYPE_CHECKING:
-    from tidemill_gateway.gateway import LiveRequest
 
 TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
@@ -34,7 +31,7 @@ class GatewayMetrics:
             gauge = self._metrics.gauge(name, f"Now: {name.replace('_', ' ')}.")
             gauge.set_function(lambda name=name: state()[name])  # type: ignore[misc]
 
-    def finished(self, outcome: str, request: "LiveRequest | None") -> None:
+    def finished(self, outcome: str, request: LiveRequest | None) -> None:
         """Counts a request at its end; `request` is None when it never started."""
         self._requests.labels(outcome).inc()
         if request is None:

@@ -1,12 +1,11 @@
-"""Tokens of a live generation as the pieces of text, tool calls and log-probabilities that both APIs send."""
+"""Tokens of a live request as the pieces of text, tool calls and log-probabilities that both APIs send."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tidemill.mesh.v1 import worker_pb2
 from tidemill.mesh.v1.worker_pb2 import Logprobs
-from tidemill_gateway.flow.generation import Generation, Tokens
+from tidemill_gateway.flow.generation import Tokens
 from tidemill_gateway.intake import Prepared
 from tidemill_gateway.text.choice_text import ChoiceText, TextDelta
 from tidemill_gateway.text.tool_calls import HermesParser, Parsed, ToolCall, WholeOutputParser
@@ -95,23 +94,3 @@ def _parser(prepared: Prepared) -> HermesParser | WholeOutputParser | None:
     if spec.tool_mode == "auto":
         return HermesParser(names)
     return WholeOutputParser(names, spec.tool_name if spec.tool_mode == "named" else "")
-
-
-async def outputs(generation: Generation, pipes: list[ChoicePipe]) -> AsyncIterator[list[ChoiceOutput]]:
-    """All that came since the last time, until every choice has finished; raises what ended the request."""
-    unfinished = len(pipes)
-    while unfinished:
-        batch = []
-        for tokens in await generation.take():
-            pipe = pipes[tokens.choice]
-            if pipe.finished:
-                continue
-            output = pipe.push(tokens)
-            if pipe.finished:
-                unfinished -= 1
-                if tokens.finish is None:
-                    generation.stop_choice(pipe.index)
-            if output.text or output.token_ids or output.tool_calls or output.finish:
-                batch.append(output)
-        if batch:
-            yield batch

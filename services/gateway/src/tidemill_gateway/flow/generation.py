@@ -23,7 +23,7 @@ ATTEMPT_DELAYS_S = (0.0, 0.2, 1.0)
 """Before the second attempt, the third, and later ones: what failed twice in a row needs time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     """New tokens of one choice; `finish` with its last."""
 

@@ -44,7 +44,8 @@ class RouterReports:
         """Sends until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            await self.flush()
+            if self._reservations.live or self._reservations.queue:
+                await self.flush()
 
     async def flush(self) -> None:
         """Sends what waits; what does not arrive waits on."""

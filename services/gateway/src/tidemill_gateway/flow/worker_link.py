@@ -11,7 +11,16 @@ import grpc
 import structlog
 
 from tidemill.mesh.v1.common_pb2 import InstanceRef, Target
-from tidemill.mesh.v1.worker_pb2 import ConnectRequest, ConnectResponse, Credit, HandOver, Hello, Output, Submit
+from tidemill.mesh.v1.worker_pb2 import (
+    ConnectRequest,
+    ConnectResponse,
+    Credit,
+    HandOver,
+    Hello,
+    Output,
+    Submit,
+    TicketOffer,
+)
 from tidemill.mesh.v1.worker_pb2_grpc import WorkerServiceStub
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.flow.leg import Key, Leg, key_of
@@ -137,25 +146,32 @@ class WorkerLink:
                 self.progress_at[response.step.domain] = self._last_seen
                 self._take_outputs(response.step.outputs)
             for offer in response.tickets:
-                leg = self.legs.get(key_of(offer.key))
-                if leg is not None:
-                    self._guarded(leg, leg.owner.on_ticket, leg, offer.ticket)
+                self._take_ticket(offer)
 
     def _take_outputs(self, outputs: Iterable[Output]) -> None:
-        """A fault in one request's handling ends that request, not the stream of all."""
         for output in outputs:
             leg = self.legs.get(key_of(output.key))
             if leg is None:
                 self.stale_outputs += 1
-            else:
-                self._guarded(leg, leg.owner.on_output, leg, output)
+                continue
+            try:
+                leg.owner.on_output(leg, output)
+            except Exception:
+                self._end_faulty(leg)
 
-    def _guarded(self, leg: Leg, react: Callable[..., None], *arguments: object) -> None:
+    def _take_ticket(self, offer: TicketOffer) -> None:
+        leg = self.legs.get(key_of(offer.key))
+        if leg is None:
+            return
         try:
-            react(*arguments)
+            leg.owner.on_ticket(leg, offer.ticket)
         except Exception:
-            log.exception("a worker's message could not be handled", request_id=leg.key.request_id)
-            leg.owner.on_lost(leg, MeshError(errors_pb2.ERROR_CODE_INTERNAL, "the gateway failed on an output"))
+            self._end_faulty(leg)
+
+    def _end_faulty(self, leg: Leg) -> None:
+        """A fault in one request's handling ends that request, not the stream of all."""
+        log.exception("a worker's message could not be handled", request_id=leg.key.request_id)
+        leg.owner.on_lost(leg, MeshError(errors_pb2.ERROR_CODE_INTERNAL, "the gateway failed on an output"))
 
     async def _write(self, call: grpc.aio.StreamStreamCall[ConnectRequest, ConnectResponse]) -> None:
         hello = Hello(gateway=self._gateway(), expected_incarnation=self.peer.incarnation)

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tidemill.v1 import errors_pb2
 from tidemill.v1.inference_pb2 import Model
 from tidemill_gateway.auth import Keys
-from tidemill_gateway.gateway import Gateway, LiveRequest, internal_error
+from tidemill_gateway.gateway import Gateway, internal_error
 from tidemill_gateway.http.chat_body import parse_chat
 from tidemill_gateway.http.chat_reply import ChatReply
 from tidemill_gateway.http.completion_body import parse_completion
@@ -22,6 +22,7 @@ from tidemill_gateway.http.completion_reply import CompletionReply
 from tidemill_gateway.http.exchange import ClientGone, Exchange
 from tidemill_gateway.http.reply import DONE, Reply, collect, join_outputs, placement_fields
 from tidemill_gateway.http.request_body import StreamOptions
+from tidemill_gateway.live_request import LiveRequest
 from tidemill_gateway.spec import GenerationSpec
 from tidemill_gateway.validation import invalid
 from tidemill_mesh.errors import MeshError

@@ -4,9 +4,9 @@ from typing import Any
 
 import orjson
 
-from tidemill_gateway.gateway import LiveRequest
 from tidemill_gateway.http.logprobs import chat_logprobs
 from tidemill_gateway.http.reply import Reply
+from tidemill_gateway.live_request import LiveRequest
 from tidemill_gateway.output import ChoiceOutput
 from tidemill_gateway.text.tool_calls import ToolCall
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from tidemill_gateway.gateway import LiveRequest
+from tidemill_gateway.live_request import LiveRequest
 from tidemill_gateway.output import ChoiceOutput
 
 DONE = b"data: [DONE]\n\n"
