@@ -116,7 +116,7 @@ def expected(numbers, size: int = 5000):
 
 async def until(condition) -> None:
     """Waits for a state that no event announces."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0.02)
 
 
