@@ -1,0 +1,45 @@
+"""What the fault tests share: a cluster with a second of each worker and gateway, and right answers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faults.oracle import Oracle
+from harness.fixtures import LIVE
+from harness.running import RunningCluster
+
+LIVENESS_S = 1.5
+WORKER = {
+    # Prompts take several steps, so that a fault finds requests at every stage.
+    "max_num_batched_tokens": 64,
+    "torch_threads": 1,
+    "kv_memory_bytes": 32 << 20,
+    "max_num_seqs": 16,
+    "restart_limit": 100,
+    "rank_watchdog_s": 5.0,
+}
+SETTINGS = {
+    "all": {"liveness_s": LIVENESS_S, "drain_s": 10.0},
+    "prefill": WORKER,
+    "decode": WORKER,
+    # It would replace what a test has killed.
+    "autoscaler": {"actuator": "none"},
+}
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Callable[[str], Path]) -> Oracle:
+    """Right answers of the tiny Llama."""
+    torch.set_num_threads(1)
+    return Oracle(checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def pairs(checkpoint: Callable[[str], Path]) -> Iterator[RunningCluster]:
+    """Two of each worker and two gateways, for all cases of a module: each case leaves it whole again."""
+    made = RunningCluster.start(checkpoint("llama"), prefill=2, decode=2, gateways=2, settings=SETTINGS)
+    LIVE.append(made)
+    yield made
+    LIVE.remove(made)
+    made.remove()

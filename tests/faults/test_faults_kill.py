@@ -1,0 +1,154 @@
+"""kill -9 of each process under load: a pause for some, never a token lost, changed or repeated, and nothing held."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from faults.oracle import Oracle, prompts_of
+from faults.wave import Wave
+from harness.running import RunningCluster
+
+from tidemill.v1 import errors_pb2
+
+GATEWAYS = ("gateway-1", "gateway-2")
+STREAMS = 12
+PROMPT_TOKENS = 300
+OUTPUT_TOKENS = 100
+PATIENCE_S = 60.0
+
+MakeWave = Callable[..., Wave]
+
+
+@pytest.fixture
+def wave(pairs: RunningCluster, oracle: Oracle, request: pytest.FixtureRequest) -> MakeWave:
+    """Makes waves of prompts that are new to the cluster."""
+    made = 0
+
+    def make(streams: int = STREAMS, output_tokens: int = OUTPUT_TOKENS, **options) -> Wave:
+        nonlocal made
+        made += 1
+        prompts = prompts_of(f"{request.node.name}/{made}", streams, PROMPT_TOKENS)
+        return Wave(pairs, prompts, oracle.answers(prompts, output_tokens), **{"gateways": GATEWAYS, **options})
+
+    return make
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is killed, and when: after so many tokens of all streams together."""
+
+    victim: str
+    after_tokens: int
+    costs_attempts: bool = False
+
+
+FAULTS = [
+    Fault("decode-1", 200, costs_attempts=True),
+    Fault("prefill-1", 1, costs_attempts=True),
+    Fault("router-1", 20),
+    Fault("kvstore-1", 1),
+    Fault("autoscaler-1", 100),
+    Fault("nats", 20),
+    Fault("etcd", 20),
+]
+
+
+async def run_whole(made: Wave) -> None:
+    """A wave that nothing disturbs any more."""
+    async with made:
+        pass
+    made.check_whole()
+
+
+async def whole_again(cluster: RunningCluster, make: MakeWave) -> None:
+    """All instances answer, requests are served, and nothing is held afterwards."""
+    await cluster.until_members(*(name for _, name in cluster.spec.instances()), within_s=PATIENCE_S)
+    await run_whole(make(streams=4, output_tokens=20))
+    await cluster.holds_are_zero()
+
+
+@pytest.mark.timeout(240)
+async def test_an_undisturbed_wave_gives_the_right_tokens(pairs, wave):
+    await run_whole(wave())
+    await pairs.holds_are_zero()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.victim)
+async def test_a_killed_process_costs_a_pause_and_no_token(pairs, wave, fault):
+    async with wave() as disturbed:
+        await disturbed.until_tokens(fault.after_tokens)
+        pairs.kill(fault.victim)
+    disturbed.check_whole()
+    if fault.costs_attempts:
+        assert any(stream.attempts > 1 for stream in disturbed.streams), "the fault met no request"
+
+    # The others go on without it, before anybody starts it again.
+    await run_whole(wave(streams=4, output_tokens=20))
+    await asyncio.to_thread(pairs.restart, fault.victim)
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("instance", "after_tokens"), [("decode-2", 200), ("prefill-2", 1)])
+async def test_a_killed_rank_is_replaced_and_costs_no_token(pairs, wave, instance, after_tokens):
+    before = pairs.rank_pids(instance)
+    async with wave() as disturbed:
+        await disturbed.until_tokens(after_tokens)
+        pairs.kill_rank(instance)
+    disturbed.check_whole()
+    assert any(stream.attempts > 1 for stream in disturbed.streams), "the fault met no request"
+
+    end = time.monotonic() + PATIENCE_S
+    while not pairs.rank_pids(instance) or pairs.rank_pids(instance) == before:
+        assert time.monotonic() < end, "no new rank"
+        await asyncio.sleep(0.1)
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.timeout(240)
+async def test_a_killed_gateway_is_the_end_of_its_own_streams_only(pairs, wave):
+    # More tokens than a worker may be ahead of a client: what nobody reads would be held until somebody ends it.
+    async with wave(output_tokens=400) as disturbed:
+        await disturbed.until_tokens(400)
+        pairs.kill("gateway-1")
+    for stream in disturbed.of("gateway-2"):
+        stream.check_whole()
+    for stream in disturbed.of("gateway-1"):
+        stream.check_cut()
+        assert stream.error.code == errors_pb2.ERROR_CODE_UNAVAILABLE
+
+    end = time.monotonic() + float(pairs.spec.settings["all"]["liveness_s"])
+    while held := {name: n for name, n in (await pairs.look()).held().items() if not name.startswith("router")}:
+        assert time.monotonic() < end, f"the workers still hold {held}"
+        await asyncio.sleep(0.05)
+    await run_whole(wave(streams=4, output_tokens=20, gateways=["gateway-2"]))
+    await asyncio.to_thread(pairs.restart, "gateway-1")
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.timeout(240)
+async def test_with_no_worker_left_every_request_ends_by_its_deadline_with_a_named_error(pairs, wave):
+    workers = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
+    async with wave(output_tokens=200, timeout_s=4.0) as lost:
+        await lost.until_tokens(100)
+        for worker in workers:
+            pairs.kill(worker)
+    for stream in lost.streams:
+        stream.check_cut()
+        assert stream.error.code in (errors_pb2.ERROR_CODE_DEADLINE_EXCEEDED, errors_pb2.ERROR_CODE_UNAVAILABLE)
+    await asyncio.gather(*(asyncio.to_thread(pairs.restart, worker) for worker in workers))
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.timeout(240)
+async def test_requests_go_on_when_the_last_workers_come_back(pairs, wave):
+    async with wave() as disturbed:
+        await disturbed.until_tokens(200)
+        for worker in ("decode-1", "decode-2"):
+            pairs.kill(worker)
+        await asyncio.gather(*(asyncio.to_thread(pairs.restart, name) for name in ("decode-1", "decode-2")))
+    disturbed.check_whole()
+    await whole_again(pairs, wave)
