@@ -110,14 +110,14 @@ def run_follower(runner: "ModelRunner", steps: StepFollower) -> None:
 def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     """Loads the model and runs until Shutdown or the leader's end."""
     # Torch takes seconds to import: the I/O thread is up by then and notices a service that is gone.
-    from tidemill_engine.model_runner import ModelRunner
     from tidemill_engine.parallel.tp import TensorParallel
+    from tidemill_engine.runners import start_runner
 
     started_s = time.monotonic()
     is_leader, num_followers = settings.rank == 0, settings.tp_size - 1
     leader = StepLeader(settings.step_socket, num_followers, last_words.fail) if is_leader and num_followers else None
     tp = TensorParallel(settings.rank, settings.tp_size, settings.tp_init_method)
-    runner = ModelRunner(settings, tp)
+    runner = start_runner(settings, tp)
     runner.warm_up()
     io.attach_pool(runner.pool)
     follower = None

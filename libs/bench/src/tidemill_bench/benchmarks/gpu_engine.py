@@ -1,0 +1,166 @@
+"""One engine on one CUDA device, against vLLM 0.26.0's figures on the same kind of device.
+
+Engine and scheduler run in this process as in a rank, prefix caching included (prompts share nothing); time is the wall
+clock from the first submit to the last output. Weights are random, temperature is 0.6, stop tokens are ignored.
+vLLM's figures were measured apart: `LLM.generate` of vLLM 0.26.0 with torch 2.11, one H200, bf16, random weights,
+default settings, prefix caching off, 2026-11-30.
+"""
+
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton
+
+from tidemill_bench.options import Options
+from tidemill_bench.random_tensors import SHAPES, RandomTensors, write_config
+from tidemill_bench.report import Row
+from tidemill_engine.cuda.runner import CudaModelRunner
+from tidemill_engine.engine import Engine
+from tidemill_engine.messages import RequestKey, Submit
+from tidemill_engine.parallel.tp import TensorParallel
+from tidemill_engine.sampling_params import SamplingParams
+from tidemill_engine.settings import EngineSettings
+from tidemill_kvcache.hashing import HASH_BYTES
+
+BASELINE = "vLLM 0.26.0, own measurement 2026-11-30"
+VLLM: dict[str, dict[str, float]] = {
+    "qwen3-0.6b": {"tokens_per_s": 23_979, "step_1": 1.78, "step_64": 2.95, "step_256": 7.17, "prefill": 33.1},
+    "llama-3-8b": {"tokens_per_s": 9_932, "step_1": 4.88, "step_64": 6.59, "step_256": 13.59, "prefill": 206.0},
+}
+GOALS: dict[str, dict[str, str]] = {
+    "qwen3-0.6b": {"tokens_per_s": ">= 30000"},
+    "llama-3-8b": {
+        "tokens_per_s": ">= 11900", "step_1": "<= 4.0", "step_64": "<= 5.3", "step_256": "<= 9.6", "prefill": "<= 200",
+    },
+}  # fmt: skip
+CONTEXT_TOKENS = 8448
+"""8,192 tokens of prompt and room for output."""
+DRAW = {"temperature": 0.6}
+
+
+@dataclass
+class Run:
+    """What a batch of requests took."""
+
+    total_s: float
+    output_tokens: int
+    decode_steps_s: list[float]
+    """Wall clock of the steps in which every request decodes."""
+
+
+def generate(engine: Engine, prompts: list[list[int]], max_tokens: list[int]) -> Run:
+    """Submits everything at once and steps until all requests have ended."""
+    started = time.perf_counter()
+    for i, (token_ids, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
+        sampling = SamplingParams(max_tokens=tokens, seed=i, **DRAW)
+        engine.handle(
+            Submit(
+                key=RequestKey(f"r{i}"),
+                stage="whole",
+                token_ids=token_ids,
+                prompt_tokens=len(token_ids),
+                sampling=sampling,
+                hash_salt=bytes(HASH_BYTES),
+                deadline_s=3600.0,
+            )
+        )
+    ended = outputs = 0
+    steps: list[float] = []
+    while ended < len(prompts):
+        before = time.perf_counter()
+        _, reports = engine.step()
+        made = 0
+        for report in reports:
+            for output in getattr(report, "outputs", ()):
+                if output.error is not None:
+                    raise RuntimeError(f"{output.key}: {output.error}")
+                made += len(output.token_ids)
+                ended += bool(output.finish)
+        outputs += made
+        if made == len(prompts) and outputs > len(prompts):
+            steps.append(time.perf_counter() - before)
+    return Run(time.perf_counter() - started, outputs, steps)
+
+
+def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Token ids that share no prefix."""
+    rng = random.Random(seed)
+    return [[rng.randrange(1000, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def graph_ms(runner: CudaModelRunner, size: int) -> float:
+    """Device time of the decode graph as the last step of so many rows left it."""
+    assert runner.graphs is not None
+    graph = runner.graphs.get(runner.graphs.size_for(size)).graph
+    times = []
+    for _ in range(20):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times)
+
+
+def measure(shape: str, quick: bool, machine: str) -> list[Row]:
+    """All figures of one model shape."""
+    rows: list[Row] = []
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="tidemill-shape-") as folder:
+        settings = EngineSettings(
+            model_dir=str(write_config(shape, Path(folder), CONTEXT_TOKENS)),
+            device="cuda",
+            kv_dtype="bfloat16",
+            kv_memory_bytes=50 << 30,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192 + 256,
+            max_partial_prefills=64,
+        )
+        runner = CudaModelRunner(settings, TensorParallel(), RandomTensors())
+        runner.warm_up()
+    engine = Engine(settings, runner)
+    vllm, goals, vocab = VLLM[shape], GOALS[shape], runner.vocab_size
+
+    def add(metric: str, unit: str, value: float, key: str, workload: str, more: bool = False) -> None:
+        known = vllm.get(key)
+        rows.append(
+            Row(metric=f"{shape}: {metric}", unit=unit, value=value, higher_is_better=more, workload=workload,
+                machine=machine, baseline=BASELINE if known else None, baseline_value=known, goal=goals.get(key))
+        )  # fmt: skip
+
+    add("engine start", "s", time.perf_counter() - started, "start", "weights, kernels, graphs; imports not counted")
+    prompts = random_prompts([8192] * 4, vocab, 1)
+    prefills = [generate(engine, [prompt], [1]).total_s for prompt in prompts]
+    add("prefill of 8192 tokens", "ms", 1e3 * median(prefills[1:]), "prefill", "one prompt, one token, median of 3")
+    for batch in (1, 64, 256):
+        made = generate(engine, random_prompts([512] * batch, vocab, 2 + batch), [32 if quick else 128] * batch)
+        step_ms, device_ms = 1e3 * median(made.decode_steps_s), graph_ms(runner, batch)
+        workload = f"{batch} sequences, 512 in, 128 out, median step"
+        add(f"decode step, batch {batch}", "ms", step_ms, f"step_{batch}", workload)
+        add(f"decode step, batch {batch}, device part", "ms", device_ms, "", f"{workload}; graph at the last step")
+        add(f"decode step, batch {batch}, host gap", "ms", step_ms - device_ms, "", workload)
+    rng = random.Random(0)
+    count = 32 if quick else 256
+    inputs = [rng.randint(100, 1024) for _ in range(count)]
+    limits = [rng.randint(100, 1024) for _ in range(count)]
+    many = generate(engine, random_prompts(inputs, vocab, 0), limits)
+    workload = f"{count} sequences, in and out uniform 100-1024 (seed 0): {sum(inputs)} in, {many.output_tokens} out"
+    add("output tokens", "tokens/s", many.output_tokens / many.total_s, "tokens_per_s", workload, more=True)
+    return rows
+
+
+def run(options: Options) -> list[Row]:
+    """Both shapes one after the other."""
+    name = torch.cuda.get_device_name()
+    machine = f"1 x {name}, torch {torch.__version__}, triton {triton.__version__}"
+    rows: list[Row] = []
+    for shape in SHAPES:
+        rows += measure(shape, options.quick, machine)
+        torch.cuda.empty_cache()
+    return rows
