@@ -2,14 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from faults.oracle import Oracle
+from faults.oracle import Oracle, prompts_of
+from faults.wave import MakeWave, Wave
 from harness.fixtures import LIVE
 from harness.running import RunningCluster
 
 LIVENESS_S = 1.5
+GATEWAYS = ("gateway-1", "gateway-2")
+STREAMS = 12
+PROMPT_TOKENS = 300
+OUTPUT_TOKENS = 100
 WORKER = {
     # Prompts take several steps, so that a fault finds requests at every stage.
     "max_num_batched_tokens": 64,
@@ -43,3 +49,18 @@ def pairs(checkpoint: Callable[[str], Path]) -> Iterator[RunningCluster]:
     yield made
     LIVE.remove(made)
     made.remove()
+
+
+@pytest.fixture
+def wave(pairs: RunningCluster, oracle: Oracle, request: pytest.FixtureRequest) -> MakeWave:
+    """Makes waves of prompts that are new to the cluster."""
+    made = 0
+
+    def make(streams: int = STREAMS, output_tokens: int = OUTPUT_TOKENS, **options: Any) -> Wave:
+        nonlocal made
+        made += 1
+        prompts = prompts_of(f"{request.node.name}/{made}", streams, PROMPT_TOKENS)
+        answers = oracle.answers(prompts, output_tokens)
+        return Wave(pairs, prompts, answers, **{"gateways": GATEWAYS, **options})
+
+    return make

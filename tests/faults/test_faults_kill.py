@@ -2,37 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from faults.oracle import Oracle, prompts_of
-from faults.wave import Wave
-from harness.running import RunningCluster
+from faults.wave import run_whole, whole_again
 
 from tidemill.v1 import errors_pb2
 
-GATEWAYS = ("gateway-1", "gateway-2")
-STREAMS = 12
-PROMPT_TOKENS = 300
-OUTPUT_TOKENS = 100
+# The first test's time includes the start of a cluster.
+pytestmark = pytest.mark.timeout(240)
+
 PATIENCE_S = 60.0
-
-MakeWave = Callable[..., Wave]
-
-
-@pytest.fixture
-def wave(pairs: RunningCluster, oracle: Oracle, request: pytest.FixtureRequest) -> MakeWave:
-    """Makes waves of prompts that are new to the cluster."""
-    made = 0
-
-    def make(streams: int = STREAMS, output_tokens: int = OUTPUT_TOKENS, **options) -> Wave:
-        nonlocal made
-        made += 1
-        prompts = prompts_of(f"{request.node.name}/{made}", streams, PROMPT_TOKENS)
-        return Wave(pairs, prompts, oracle.answers(prompts, output_tokens), **{"gateways": GATEWAYS, **options})
-
-    return make
 
 
 @dataclass(frozen=True)
@@ -55,27 +35,11 @@ FAULTS = [
 ]
 
 
-async def run_whole(made: Wave) -> None:
-    """A wave that nothing disturbs any more."""
-    async with made:
-        pass
-    made.check_whole()
-
-
-async def whole_again(cluster: RunningCluster, make: MakeWave) -> None:
-    """All instances answer, requests are served, and nothing is held afterwards."""
-    await cluster.until_members(*(name for _, name in cluster.spec.instances()), within_s=PATIENCE_S)
-    await run_whole(make(streams=4, output_tokens=20))
-    await cluster.holds_are_zero()
-
-
-@pytest.mark.timeout(240)
 async def test_an_undisturbed_wave_gives_the_right_tokens(pairs, wave):
     await run_whole(wave())
     await pairs.holds_are_zero()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.victim)
 async def test_a_killed_process_costs_a_pause_and_no_token(pairs, wave, fault):
     async with wave() as disturbed:
@@ -91,7 +55,6 @@ async def test_a_killed_process_costs_a_pause_and_no_token(pairs, wave, fault):
     await whole_again(pairs, wave)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("instance", "after_tokens"), [("decode-2", 200), ("prefill-2", 1)])
 async def test_a_killed_rank_is_replaced_and_costs_no_token(pairs, wave, instance, after_tokens):
     before = pairs.rank_pids(instance)
@@ -108,7 +71,6 @@ async def test_a_killed_rank_is_replaced_and_costs_no_token(pairs, wave, instanc
     await whole_again(pairs, wave)
 
 
-@pytest.mark.timeout(240)
 async def test_a_killed_gateway_is_the_end_of_its_own_streams_only(pairs, wave):
     # More tokens than a worker may be ahead of a client: what nobody reads would be held until somebody ends it.
     async with wave(output_tokens=400) as disturbed:
@@ -129,7 +91,6 @@ async def test_a_killed_gateway_is_the_end_of_its_own_streams_only(pairs, wave):
     await whole_again(pairs, wave)
 
 
-@pytest.mark.timeout(240)
 async def test_with_no_worker_left_every_request_ends_by_its_deadline_with_a_named_error(pairs, wave):
     workers = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
     async with wave(output_tokens=200, timeout_s=4.0) as lost:
@@ -143,7 +104,6 @@ async def test_with_no_worker_left_every_request_ends_by_its_deadline_with_a_nam
     await whole_again(pairs, wave)
 
 
-@pytest.mark.timeout(240)
 async def test_requests_go_on_when_the_last_workers_come_back(pairs, wave):
     async with wave() as disturbed:
         await disturbed.until_tokens(200)

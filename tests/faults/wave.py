@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,7 @@ from tidemill.errors import TidemillError
 from tidemill.v1.inference_pb2 import FINISH_REASON_LENGTH
 
 POLL_S = 0.005
+PATIENCE_S = 60.0
 
 
 @dataclass
@@ -130,3 +131,20 @@ class Wave:
         """Every stream is whole."""
         for stream in self.streams:
             stream.check_whole()
+
+
+MakeWave = Callable[..., Wave]
+
+
+async def run_whole(wave: Wave) -> None:
+    """A wave that nothing disturbs any more."""
+    async with wave:
+        pass
+    wave.check_whole()
+
+
+async def whole_again(cluster: RunningCluster, make: MakeWave) -> None:
+    """All instances answer, requests are served, and nothing is held afterwards."""
+    await cluster.until_members(*(name for _, name in cluster.spec.instances()), within_s=PATIENCE_S)
+    await run_whole(make(streams=4, output_tokens=20))
+    await cluster.holds_are_zero()

@@ -72,9 +72,15 @@ class GrpcServer:
 
 
 @asynccontextmanager
-async def serve_grpc(settings: ServiceSettings, servicers: Sequence[Servicer]) -> AsyncIterator[GrpcServer]:
-    """Serves until the block ends; health says NOT_SERVING until set_serving(True)."""
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=server_options(settings.liveness_s))
+async def serve_grpc(
+    settings: ServiceSettings, servicers: Sequence[Servicer], *, peer_silence_s: float = 0.0
+) -> AsyncIterator[GrpcServer]:
+    """Serves until the block ends; health says NOT_SERVING until set_serving(True).
+
+    A connection whose peer has been silent for peer_silence_s (0: liveness_s, as among services) is closed.
+    """
+    options = server_options(peer_silence_s or settings.liveness_s)
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options)
     port = _bind(server, settings)
     names = [item.full_name for item in servicers]
     running = GrpcServer(server, port, f"{advertised_host(settings)}:{port}", names)
@@ -91,9 +97,9 @@ async def serve_grpc(settings: ServiceSettings, servicers: Sequence[Servicer]) -
         await running.stop(0.0)
 
 
-def server_options(liveness_s: float) -> ChannelOptions:
+def server_options(peer_silence_s: float) -> ChannelOptions:
     """Options of a server; two processes must never share a port unseen."""
-    return [*transport_options(liveness_s), ("grpc.so_reuseport", 0)]
+    return [*transport_options(peer_silence_s), ("grpc.so_reuseport", 0)]
 
 
 def peer_identity(context: Context) -> str:

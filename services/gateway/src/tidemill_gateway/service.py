@@ -35,6 +35,9 @@ CONTRACT_REVISION = 1
 TICKET_LIVENESS = 3.0
 STALL_LIVENESS = 40.0
 """A domain that gives nothing for so many liveness_s, though its stream lives, has lost the request."""
+CLIENT_SILENCE_S = 20.0
+"""A client gets more patience than a service: nothing fails over from it, and a pause of this process or of a busy
+machine must not cut off all clients at once."""
 RESTART_S = 1.0
 NOTICE_S = 0.2
 """Between "not serving" and the end of listening, for those who watch health."""
@@ -103,7 +106,7 @@ async def serve(context: ServiceContext) -> None:
     app = ApiApp(gateway, keys, context.metrics.exposition)
     servicer = Servicer(add_InferenceServiceServicer_to_server, InferenceServicer(gateway, keys), FULL_NAME)
     try:
-        async with serve_grpc(settings, [servicer]) as grpc_server:
+        async with serve_grpc(settings, [servicer], peer_silence_s=CLIENT_SILENCE_S) as grpc_server:
             tls = (settings.tls_cert, settings.tls_key)
             async with serve_http(app, settings.host, settings.http_api_port, *tls) as http_server:
                 api_endpoint = f"{advertised_host(settings)}:{http_server.port}"

@@ -1,0 +1,124 @@
+"""SIGSTOP under load: as good as dead while it lasts, harmless when it goes on."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+
+import pytest
+from faults.oracle import prompts_of
+from faults.wave import run_whole, whole_again
+
+# The first test's time includes the start of a cluster.
+pytestmark = pytest.mark.timeout(240)
+
+FROZEN_CLIENT = """
+import asyncio, json, sys
+from tidemill.client import Client
+
+async def main():
+    endpoint, model, prompt = json.loads(sys.argv[1])
+    async with Client(endpoint) as client:
+        stream = client.generate(model=model, token_ids=prompt, max_tokens=400, temperature=0.0, ignore_eos=True)
+        tokens = []
+        async for response in stream:
+            tokens += [token for delta in response.choices for token in delta.token_ids]
+            print("reads", flush=True) if len(tokens) < 5 else None
+    print(json.dumps(tokens))
+
+asyncio.run(main())
+"""
+
+
+def liveness_s(cluster) -> float:
+    return float(cluster.spec.settings["all"]["liveness_s"])
+
+
+async def test_a_frozen_decode_instance_is_left_and_may_come_back(pairs, wave):
+    async with wave() as disturbed:
+        await disturbed.until_tokens(200)
+        pairs.kill("decode-1", signal.SIGSTOP)
+    disturbed.check_whole()
+    assert any(stream.attempts > 1 for stream in disturbed.streams), "the fault met no request"
+    pairs.kill("decode-1", signal.SIGCONT)
+    await whole_again(pairs, wave)
+
+
+async def test_a_client_that_stood_still_goes_on_where_it_was(pairs, oracle):
+    [prompt] = prompts_of("a client that stood still", 1, 300)
+    arguments = json.dumps([pairs.grpc, pairs.model, prompt])
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FROZEN_CLIENT, arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert client.stdout is not None
+    await client.stdout.readline()
+    os.kill(client.pid, signal.SIGSTOP)
+    await asyncio.sleep(3 * liveness_s(pairs))
+    os.kill(client.pid, signal.SIGCONT)
+    said, _ = await client.communicate()
+    assert client.returncode == 0
+    assert [json.loads(said.splitlines()[-1])] == oracle.answers([prompt], 400)
+    await pairs.holds_are_zero()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("victim", "after_tokens"),
+    [("prefill-1", 1), ("router-1", 20), ("kvstore-1", 1), ("autoscaler-1", 100), ("nats", 20), ("etcd", 20)],
+)
+async def test_a_frozen_process_costs_a_pause_and_no_token(pairs, wave, victim, after_tokens):
+    async with wave() as disturbed:
+        await disturbed.until_tokens(after_tokens)
+        pairs.kill(victim, signal.SIGSTOP)
+    disturbed.check_whole()
+    await run_whole(wave(streams=4, output_tokens=20))
+    pairs.kill(victim, signal.SIGCONT)
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("instance", "after_tokens"), [("decode-2", 200), ("prefill-2", 1)])
+async def test_a_frozen_rank_is_replaced_and_costs_no_token(pairs, wave, instance, after_tokens):
+    [before] = pairs.rank_pids(instance)
+    async with wave() as disturbed:
+        await disturbed.until_tokens(after_tokens)
+        pairs.kill_rank(instance, signum=signal.SIGSTOP)
+    disturbed.check_whole()
+    while before in pairs.rank_pids(instance):
+        await asyncio.sleep(0.1)
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.full
+async def test_a_frozen_gateway_keeps_its_clients(pairs, wave):
+    async with wave(output_tokens=400) as disturbed:
+        await disturbed.until_tokens(400)
+        pairs.kill("gateway-1", signal.SIGSTOP)
+        await asyncio.sleep(3 * liveness_s(pairs))
+        pairs.kill("gateway-1", signal.SIGCONT)
+    disturbed.check_whole()
+    await whole_again(pairs, wave)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_kills_and_freezes_at_random_moments_cost_no_token(pairs, wave, seed):
+    """One fault after another, restarts under load: each meets requests at another stage."""
+    choices = random.Random(seed)
+    # A killed gateway's own streams end; that has its own test.
+    names = [name for service, name in pairs.spec.instances() if service != "gateway"] + ["nats", "etcd"]
+    for _ in range(8):
+        victim, freezes = choices.choice(names), choices.random() < 0.3
+        async with wave() as disturbed:
+            await disturbed.until_tokens(choices.randrange(1, 800))
+            pairs.kill(victim, signal.SIGSTOP if freezes else signal.SIGKILL)
+            if freezes:
+                await asyncio.sleep(choices.uniform(0.1, 3 * liveness_s(pairs)))
+                pairs.kill(victim, signal.SIGCONT)
+            else:
+                await asyncio.to_thread(pairs.restart, victim)
+        disturbed.check_whole()
+    await whole_again(pairs, wave)
