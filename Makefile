@@ -17,6 +17,8 @@ export MYPY_CACHE_DIR := $(TIDEMILL_HOME)/cache/mypy
 export RUFF_CACHE_DIR := $(TIDEMILL_HOME)/cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := $(TIDEMILL_HOME)/cache/hypothesis
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The machine's certificates, as pip does: behind a proxy the bundled ones know nobody.
+export UV_SYSTEM_CERTS := 1
 
 VENV := $(TIDEMILL_HOME)/venv
 BIN := $(VENV)/bin
