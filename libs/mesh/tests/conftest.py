@@ -199,7 +199,7 @@ def eventually() -> Callable[[Callable[[], object]], Awaitable[None]]:
     """Waits until a condition holds; the test's timeout is its only limit."""
 
     async def wait(condition: Callable[[], object]) -> None:
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
     return wait

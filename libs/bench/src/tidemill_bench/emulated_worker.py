@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from tidemill.mesh.v1 import common_pb2 as common
 from tidemill.mesh.v1 import membership_pb2 as membership
 from tidemill.mesh.v1 import worker_pb2 as worker
 from tidemill.mesh.v1 import worker_pb2_grpc
@@ -89,7 +90,7 @@ class EmulatedWorker(worker_pb2_grpc.WorkerServiceServicer):
         async for request in requests:
             if request.HasField("hello"):
                 welcome = worker.Welcome(
-                    instance={"instance": self._record.instance, "incarnation": self._record.incarnation},
+                    instance=common.InstanceRef(instance=self._record.instance, incarnation=self._record.incarnation),
                     domains=self._record.domains,
                     model=self._record.models[0],
                     liveness_s=3.0,
@@ -116,7 +117,7 @@ class EmulatedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 first_position=emitted,
                 token_ids=[TOKEN_ID],
                 hand_over_due=limit > emitted + 1,
-                cached={"l1": 0},
+                cached=common.TierTokens(),
                 finish=worker.FINISH_PREFILLED if limit > emitted + 1 else worker.FINISH_LENGTH,
             )
             step = worker.StepOutputs(outputs=[output])
@@ -158,7 +159,8 @@ async def _serve(context: ServiceContext) -> None:
         models=[model],
         rpcs=["tidemill.mesh.v1.WorkerService/Connect", "tidemill.mesh.v1.WorkerService/GetAsset"],
     )
-    servicer = EmulatedWorker(record, assets, settings.step_s)
+    # The RPCs that it lacks answer UNIMPLEMENTED, and its record does not list them.
+    servicer = EmulatedWorker(record, assets, settings.step_s)  # type: ignore[abstract]
     item = Servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, "tidemill.mesh.v1.WorkerService")
     async with serve_grpc(settings, [item]) as server:
         record.endpoint = server.endpoint

@@ -275,8 +275,11 @@ class StepReport(msgspec.Struct, tag=True, kw_only=True):
 
 
 class PrefillProgress(msgspec.Struct, tag=True):
-    """A prefill-stage request has KV for `computed_tokens` tokens, in these pool blocks. Sent after each of its chunks
-    with the blocks that became complete since the last; the final one has `final` set and holds the partial block too."""
+    """A prefill-stage request has KV for `computed_tokens` tokens, in these pool blocks.
+
+    Sent at admission and after each of its chunks, with the blocks that became complete since the last; the final one
+    has `final` set and holds the partial block too.
+    """
 
     key: RequestKey
     computed_tokens: int

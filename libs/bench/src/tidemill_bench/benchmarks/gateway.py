@@ -113,7 +113,8 @@ def _rows(
         Row(metric="requests", unit="1/s", value=median(m.requests / m.wall_s for m in ours[1]),
             higher_is_better=True, workload=load + ", one token", machine=here),
     ]  # fmt: skip
-    for name in list(peers) or [None]:
+    names: list[str | None] = [*peers] or [None]
+    for name in names:
         peer = peers.get(name) if name else None
         rows += [
             Row(metric="processor time a request", unit="us", value=_per_request_us(ours[1]), higher_is_better=False,

@@ -40,7 +40,7 @@ GOALS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 CONTEXT_TOKENS = 8448
 """8,192 tokens of prompt and room for output."""
-DRAW = {"temperature": 0.6}
+TEMPERATURE = 0.6
 
 
 @dataclass
@@ -57,7 +57,7 @@ def generate(engine: Engine, prompts: list[list[int]], max_tokens: list[int]) ->
     """Submits everything at once and steps until all requests have ended."""
     started = time.perf_counter()
     for i, (token_ids, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
-        sampling = SamplingParams(max_tokens=tokens, seed=i, **DRAW)
+        sampling = SamplingParams(max_tokens=tokens, seed=i, temperature=TEMPERATURE)
         engine.handle(
             Submit(
                 key=RequestKey(f"r{i}"),
@@ -99,13 +99,13 @@ def graph_ms(runner: CudaModelRunner, size: int) -> float:
     graph = runner.graphs.get(runner.graphs.size_for(size)).graph
     times = []
     for _ in range(20):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return median(times)
+    return float(median(times))
 
 
 def measure(shape: str, quick: bool, machine: str) -> list[Row]:

@@ -111,10 +111,11 @@ def _rows(runs: dict[tuple[str, int], list[Run]], ours: str, peers: list[str], c
         ("TTFT p50", "ms", False, lambda run: run.ttft_p50_s * 1000, "<= 0.6x vLLM"),
         ("TPOT p50", "ms", False, lambda run: run.tpot_p50_s * 1000, ""),
     ]
+    baselines: list[str | None] = [*peers] or [None]
     rows = []
     for concurrency in concurrencies:
         for metric, unit, higher, figure, goal in figures:
-            for peer in peers or [None]:
+            for peer in baselines:
                 has_goal = bool(goal) and peer is not None and "vLLM" in peer
                 rows.append(
                     Row(
