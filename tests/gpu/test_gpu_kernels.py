@@ -137,7 +137,9 @@ def test_draws_are_the_cpu_samplers() -> None:
     seeds = torch.randint(-(1 << 62), 1 << 62, (rows,))
     counts = torch.arange(rows, dtype=torch.int32)
     out = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
-    draw_tokens(logits, temperature, seeds.cuda(), counts.cuda(), out)
+    order, by_row = torch.randperm(rows, device="cuda").int(), torch.full((rows,), -1, dtype=torch.int32, device="cuda")
+    draw_tokens(logits, temperature, seeds.cuda(), counts.cuda(), order, out, by_row)
+    assert torch.equal(by_row[order.long()], out)
     tokens = out.long()
     greedy = temperature == 0
     assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy])

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tidemill_engine.kv_groups import KVGroupSpec, snapshot_interval_tokens
 from tidemill_engine.messages import BlocksCleared, BlocksRemoved, BlocksStored, Report, StepReport
@@ -28,6 +28,25 @@ class Runner(Protocol):
         """Runs a step on every rank of the domain."""
 
 
+class StartedStep(Protocol):
+    """A step that a runner has begun."""
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """The next decode step may begin before this one has been finished."""
+
+
+@runtime_checkable
+class OverlappingRunner(Protocol):
+    """A runner that need not be waited for; steps finish in the order in which they began."""
+
+    def begin(self, out: SchedulerOutput) -> StartedStep:
+        """Starts a step."""
+
+    def finish(self, started: Any) -> StepResult:
+        """Waits for a step's tokens."""
+
+
 class Engine:
     """Synchronous and single-threaded: commands go in between steps, reports come out of them."""
 
@@ -42,6 +61,8 @@ class Engine:
         limits = ModelLimits(runner.context_tokens, runner.vocab_size, interval)
         self.scheduler = Scheduler(settings, limits, self.cache, clock)
         self._runner = runner
+        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self._started: StartedStep | None = None
         self._clock = clock
         self._step = 0
         self._load_sent_s = float("-inf")
@@ -53,20 +74,35 @@ class Engine:
     def step(self, send_early: Callable[[list[Report]], None] = lambda _: None) -> tuple[bool, list[Report]]:
         """Runs a step if there is one; returns whether there was, and reports (none when nothing happened).
 
-        What is known before the model runs (blocks wanted, aborts) goes to `send_early` and does not wait for it.
+        What is known before the model runs (blocks wanted, aborts) goes to `send_early` and does not wait for it. With
+        an overlapping runner the next decode step has begun, where it can, before this one's tokens are taken.
         """
+        if self._started is not None:
+            self._finish(self._started)
+            return True, self._reports(heartbeat=False, idle=False)
         out = self.scheduler.schedule()
         if out is not None:
             early = self._reports(heartbeat=False, idle=False)
             if early:
                 send_early(early)
             self._step = out.step
-            self.scheduler.commit(self._runner.execute(out))
+            if self._overlapping is None:
+                self.scheduler.commit(self._runner.execute(out))
+            else:
+                self._finish(self._overlapping.begin(out))
         return out is not None, self._reports(heartbeat=False, idle=out is None)
 
     def tick(self) -> list[Report]:
         """The heartbeat of an idle engine."""
         return self._reports(heartbeat=True, idle=True)
+
+    def _finish(self, started: StartedStep) -> None:
+        """Begins the step after `started` if it may run ahead, then takes the tokens of `started`."""
+        assert self._overlapping is not None
+        ahead = self.scheduler.schedule_ahead() if started.may_run_ahead else None
+        self._started = None if ahead is None else self._overlapping.begin(ahead)
+        self.scheduler.commit(self._overlapping.finish(started))
+        self._step = ahead.step if ahead is not None else self._step
 
     @property
     def next_timer_s(self) -> float:

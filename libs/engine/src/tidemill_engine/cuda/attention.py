@@ -121,7 +121,7 @@ class PagedAttention:
         if self._num_decode == q.shape[0]:
             return self._decode.run(q, view)  # type: ignore[no-any-return]
         if self._num_decode == 0:
-            return self._prefill.run(q, view)
+            return self._prefill.run(q, view)  # type: ignore[no-any-return]
         out = torch.empty_like(q)
         self._decode.run(q[: self._num_decode], view, out=out[: self._num_decode])
         self._prefill.run(q[self._num_decode :], view, out=out[self._num_decode :])

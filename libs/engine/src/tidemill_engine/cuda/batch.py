@@ -57,7 +57,7 @@ def page_table(tables: RowTables, rows: np.ndarray, lengths: np.ndarray, num_pad
 
 
 def fill_tokens(host: dict[str, np.ndarray], tables: RowTables, step: StepRows) -> None:
-    """Token ids, positions and blocks of all tokens of the step."""
+    """Token ids, positions and blocks of all tokens of the step; -1 for a token that only the device knows."""
     if step.all_decode:
         token_rows, positions = step.rows, step.starts
     else:
@@ -65,6 +65,7 @@ def fill_tokens(host: dict[str, np.ndarray], tables: RowTables, step: StepRows) 
         token_rows = np.repeat(step.rows, step.counts)
         positions = np.arange(step.num_tokens) + np.repeat(step.starts - firsts, step.counts)
     size = positions.size
-    host["token_ids"][:size] = tables.token_ids[token_rows, positions]
+    known = positions < tables.num_tokens[token_rows]
+    host["token_ids"][:size] = np.where(known, tables.token_ids[token_rows, positions], -1)
     host["positions"][:size] = positions
     host["block_ids"][:size] = tables.blocks[token_rows, positions // tables.block_size]

@@ -23,4 +23,5 @@ def make_linear(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> D
 
 def float_logits(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """x W^T without rounding the sums: bfloat16 in, float32 out."""
-    return torch.ops.aten.mm.dtype_out(x, weight.t(), torch.float32, out=out)
+    torch.ops.aten.mm.dtype_out(x, weight.t(), torch.float32, out=out)
+    return out

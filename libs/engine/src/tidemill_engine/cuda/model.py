@@ -1,7 +1,6 @@
 """Decoders of the Llama family on CUDA: Llama, Qwen2, Qwen3 with paged KV of one group."""
 
 import torch
-from torch.nn import functional
 
 from tidemill_engine.cuda.attention import PagedAttention
 from tidemill_engine.cuda.kernels.gate import silu_mul
@@ -47,24 +46,24 @@ class CudaModel:
         self._cos = table.cos[:, : config.head_dim // 2].contiguous().cuda()
         self._sin = table.sin[:, : config.head_dim // 2].contiguous().cuda()
         embedding = source.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embedding = embedding.to("cuda", torch.bfloat16)
+        self.embedding = embedding.to("cuda", torch.bfloat16)
         self.layers = [Layer(config, source, index) for index in range(config.num_layers)]
         self._last_norm = _vector(source, "model.norm.weight", config.hidden_size)
-        head = self._embedding
+        head = self.embedding
         if not config.tie_embeddings:
             head = source.embedding("lm_head.weight", config.vocab_size, config.hidden_size)
         self.head_weight = head.to("cuda", torch.bfloat16)
 
     def forward(
         self,
-        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
         positions: torch.Tensor,
         block_ids: torch.Tensor,
         attention: PagedAttention,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[wanted tokens (None: all), hidden] after the last norm; the index tensors are int32 on the device."""
-        hidden = functional.embedding(token_ids, self._embedding)
+        """[wanted tokens (None: all), hidden] after the last norm; `hidden` are embeddings and change in place, the
+        index tensors are int32 on the device."""
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = add_rms_norm(hidden, delta, layer.input_norm, self._eps)

@@ -1,6 +1,7 @@
 """Runs steps on one CUDA device: one copy to it and one from it for each step; decode steps replay a graph."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from tidemill_engine.cuda.attention import PagedAttention, PageTable
 from tidemill_engine.cuda.batch import StepRows, fill_tokens, page_table, read_rows
 from tidemill_engine.cuda.graphs import DecodeGraphs, padding_table
 from tidemill_engine.cuda.kernels.draw import draw_tokens
+from tidemill_engine.cuda.kernels.embed import embed
 from tidemill_engine.cuda.kv_pool import CudaKVPool
 from tidemill_engine.cuda.linear import float_logits
 from tidemill_engine.cuda.loading import load_cuda_model
@@ -23,9 +25,34 @@ from tidemill_engine.models.dense import PAGED
 from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.sampling.sampler import Sampled
 from tidemill_engine.settings import EngineSettings
-from tidemill_engine.step import SampledRow, SchedulerOutput, StepResult
+from tidemill_engine.step import SchedulerOutput, StepResult
 
 log = structlog.get_logger()
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step whose kernels are queued; its tokens arrive in `tokens` (pinned) at `arrived`, or are known already."""
+
+    step: int
+    rows: np.ndarray
+    """The runner's rows that sample, in order."""
+    places: np.ndarray
+    """Where in `tokens` each row's token is."""
+    tokens: torch.Tensor
+    arrived: torch.cuda.Event
+    sampled: Sampled | None
+    """From the full sampler, which has waited for the device."""
+    may_run_ahead: bool
+    begin_s: float
+
+
+def _arrival(num_rows: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """Where a step's tokens land on the host, and when."""
+    tokens = torch.zeros(num_rows, dtype=torch.int32, pin_memory=True)
+    return tokens, torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class CudaModelRunner(ModelRunner):
@@ -55,8 +82,9 @@ class CudaModelRunner(ModelRunner):
         self.inputs = StepInputs(num_tokens, self._max_rows, num_indices)
         self._logits = torch.empty((self._max_rows, self.vocab_size), dtype=torch.float32, device="cuda")
         self._tokens = torch.zeros(self._max_rows, dtype=torch.int32, device="cuda")
-        self._tokens_on_host = torch.zeros(self._max_rows, dtype=torch.int32, pin_memory=True)
-        self._arrived = torch.cuda.Event()
+        # By the runner's row; the last one is for the rows that fill a graph up.
+        self._row_tokens = torch.zeros(self._max_rows + 1, dtype=torch.int32, device="cuda")
+        self._arrivals = [_arrival(self._max_rows), _arrival(self._max_rows)]
         graphs = DecodeGraphs(self._max_rows, self._graph_wrapper, self._bind_graph, self._record_decode)
         self.graphs = graphs if use_graphs else None
 
@@ -68,23 +96,43 @@ class CudaModelRunner(ModelRunner):
     def _open_attention(self) -> None:
         """Attention follows once the pool and the buffers are there."""
 
-    @torch.inference_mode()
     def execute(self, out: SchedulerOutput) -> StepResult:
         """Runs one step and waits for its tokens."""
+        return self.finish(self.begin(out))
+
+    @torch.inference_mode()
+    def begin(self, out: SchedulerOutput) -> StartedStep:
+        """Queues a step; at most one may be unfinished before it, and that one must allow it."""
         started = time.perf_counter()
         self._enter(out)
         if not out.rows:
-            return StepResult(step=out.step, sampled=[], forward_s=0.0, sample_s=0.0)
+            return self._started(out.step, _NO_ROWS, _NO_ROWS, None, False, started)
         step = read_rows(out.rows, self.rows)
         self.inputs.wait()
         places = self._run_graph(step) if self.graphs is not None and step.all_decode else self._run_eager(step)
-        forwarded = time.perf_counter()
-        sampled = self._collect(step.rows[step.samples], places)
+        rows = step.rows[step.samples]
+        positions = self._positions(step)[step.samples]
+        if self.sampler.is_plain(rows, positions):
+            return self._started(out.step, rows, places, None, step.all_decode, started)
+        done = self.sampler.sample(self._logits[torch.from_numpy(places).cuda()], rows, positions)
+        return self._started(out.step, rows, places, done, False, started)
+
+    @torch.inference_mode()
+    def finish(self, started: StartedStep) -> StepResult:
+        """Waits for a step's tokens; steps finish in the order in which they began."""
+        waited = time.perf_counter()
+        rows, done = started.rows, started.sampled
+        if done is not None:
+            ids = done.token_ids
+        else:
+            started.arrived.synchronize()
+            ids = started.tokens.numpy()[started.places].astype(np.int64)
+        self.rows.append(rows, ids)
         return StepResult(
-            step=out.step,
-            sampled=sampled,
-            forward_s=forwarded - started,
-            sample_s=time.perf_counter() - forwarded,
+            step=started.step,
+            sampled=sampled_rows(rows.tolist(), ids.tolist(), done),
+            forward_s=started.begin_s,
+            sample_s=time.perf_counter() - waited,
         )
 
     def warm_up(self) -> None:
@@ -141,8 +189,9 @@ class CudaModelRunner(ModelRunner):
     def forward(self, num_tokens: int, wanted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states of the wanted tokens (None: all) of the step that was prepared."""
         device = self.inputs.device
+        token_ids = device["token_ids"][:num_tokens]
         return self.cuda_model.forward(
-            device["token_ids"][:num_tokens],
+            embed(token_ids, device["rows"], self._row_tokens, self.cuda_model.embedding),
             device["positions"][:num_tokens],
             device["block_ids"][:num_tokens],
             self.paged,
@@ -159,13 +208,17 @@ class CudaModelRunner(ModelRunner):
             host["positions"][rows.size : padded] = 0
             host["block_ids"][rows.size : padded] = self.pool.null_block
             host["temperatures"][rows.size : padded] = 0
+            host["rows"][rows.size : padded] = self._max_rows
+            positions = self._positions(step)
         else:
             rows = step.rows[step.samples]
+            positions = self._positions(step)[step.samples]
             host["wanted"][: rows.size] = (np.cumsum(step.counts) - 1)[step.samples]
         params = self.sampler.params
         host["temperatures"][: rows.size] = params.temperature[rows]
         host["seeds"][: rows.size] = params.seed[rows].view(np.int64)
-        host["counts"][: rows.size] = self.rows.num_outputs(rows)
+        host["counts"][: rows.size] = positions
+        host["rows"][: rows.size] = rows
 
     def _send(self, table: PageTable | None) -> None:
         if table is None:
@@ -182,26 +235,31 @@ class CudaModelRunner(ModelRunner):
         size, device = hidden.shape[0], self.inputs.device
         logits = float_logits(hidden, self.cuda_model.head_weight, self._logits[:size])
         draw_tokens(
-            logits, device["temperatures"][:size], device["seeds"][:size], device["counts"][:size], self._tokens
+            logits,
+            device["temperatures"][:size],
+            device["seeds"][:size],
+            device["counts"][:size],
+            device["rows"][:size],
+            self._tokens,
+            self._row_tokens,
         )
 
-    def _collect(self, rows: np.ndarray, places: np.ndarray) -> list[SampledRow]:
-        """Brings the tokens to the host; rows that ask for more than temperature go through the full sampler."""
-        if not rows.size:
-            return []
-        done: Sampled | None = None
-        positions = self.rows.num_outputs(rows)
-        if self.sampler.is_plain(rows, positions):
+    def _started(
+        self, step: int, rows: np.ndarray, places: np.ndarray, done: Sampled | None, may_run_ahead: bool, begun: float
+    ) -> StartedStep:
+        """Starts the copy of the drawn tokens to the host."""
+        tokens, arrived = self._arrivals[0]
+        self._arrivals.reverse()
+        if rows.size and done is None:
             end = int(places[-1]) + 1
-            self._tokens_on_host[:end].copy_(self._tokens[:end], non_blocking=True)
-            self._arrived.record()
-            self._arrived.synchronize()
-            ids = self._tokens_on_host.numpy()[places].astype(np.int64)
-        else:
-            done = self.sampler.sample(self._logits[torch.from_numpy(places).cuda()], rows, positions)
-            ids = done.token_ids
-        self.rows.append(rows, ids)
-        return sampled_rows(rows.tolist(), ids.tolist(), done)
+            tokens[:end].copy_(self._tokens[:end], non_blocking=True)
+            arrived.record()
+        return StartedStep(step, rows, places, tokens, arrived, done, may_run_ahead, time.perf_counter() - begun)
+
+    def _positions(self, step: StepRows) -> np.ndarray:
+        """Output tokens of each row before the one that this step samples."""
+        positions: np.ndarray = step.starts + step.counts - self.rows.prompt_tokens[step.rows]
+        return positions
 
     def _graph_wrapper(self, size: int) -> object:
         device = self.inputs.device
@@ -211,13 +269,8 @@ class CudaModelRunner(ModelRunner):
         """Plans padding rows only and sends them, so that the recorded run reads sound numbers."""
         self.inputs.wait()
         host, null = self.inputs.host, self.pool.null_block
-        for name, value in (
-            ("token_ids", 0),
-            ("positions", 0),
-            ("block_ids", null),
-            ("temperatures", 1),
-            ("counts", 0),
-        ):
+        values = {"token_ids": 0, "positions": 0, "block_ids": null, "temperatures": 1, "counts": 0}
+        for name, value in (values | {"rows": self._max_rows}).items():
             host[name][:size] = value
         table = padding_table(size, null)
         self._send(table)

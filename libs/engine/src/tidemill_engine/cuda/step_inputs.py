@@ -1,7 +1,7 @@
 """A step's numbers in one pinned buffer and one device buffer, so that a step needs one copy to the device.
 
-    int64  seeds | int32  token_ids, positions, block_ids (tokens) | wanted, temperatures (as bits), counts, indptr,
-    last_page_len (rows) | indices
+    int64  seeds | int32  token_ids, positions, block_ids (tokens) | rows, wanted, temperatures (as bits), counts,
+    indptr, last_page_len (rows) | indices
 
 The device buffer never moves: CUDA graphs read it in place.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_ROW_PARTS = ("wanted", "temperatures", "counts", "indptr", "last_page_len")
+_ROW_PARTS = ("rows", "wanted", "temperatures", "counts", "indptr", "last_page_len")
 _TOKEN_PARTS = ("token_ids", "positions", "block_ids")
 _ALIGN = 4
 """Parts begin at multiples of 16 bytes."""
@@ -46,7 +46,7 @@ class StepInputs:
         self.device["seeds"] = self.device["seeds"].view(torch.int64)
         self.host["temperatures"] = self.host["temperatures"].view(np.float32)
         self.device["temperatures"] = self.device["temperatures"].view(torch.float32)
-        self._sent = torch.cuda.Event()
+        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Returns once the device has read what the last step's plans and copies left in pinned memory."""

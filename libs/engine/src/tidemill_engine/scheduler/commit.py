@@ -1,7 +1,7 @@
 """What a finished step brought each of its requests."""
 
 from tidemill_engine.messages import EngineError, FinishReason, TokenLogprobs
-from tidemill_engine.request import Request
+from tidemill_engine.request import Phase, Request
 from tidemill_engine.scheduler.lifecycle import emit, end, hold
 from tidemill_engine.scheduler.plan import StepPlan
 from tidemill_engine.scheduler.prefilled import export_state, report_progress
@@ -16,9 +16,12 @@ def commit_step(state: SchedulerState, plan: StepPlan, result: StepResult, step_
     state.load.cost.observe(num_prefill, len(plan.decodes), step_s)
     state.steps_since_prefill = 0 if num_prefill else state.steps_since_prefill + 1
     for request in plan.decodes:
-        _commit_row(state, request, 1, sampled.get(request.row), now_s)
+        # A request may have ended after the step was planned: by an earlier step's token, or by an abort.
+        if request.phase is Phase.RUNNING:
+            _commit_row(state, request, 1, sampled.get(request.row), now_s)
     for request, num_tokens in plan.chunks.items():
-        _commit_row(state, request, num_tokens, sampled.get(request.row), now_s)
+        if request.phase is Phase.RUNNING:
+            _commit_row(state, request, num_tokens, sampled.get(request.row), now_s)
 
 
 def _commit_row(

@@ -30,6 +30,7 @@ from tidemill_engine.scheduler.output import build_output
 from tidemill_engine.scheduler.plan import StepPlan
 from tidemill_engine.scheduler.prefilled import export_state
 from tidemill_engine.scheduler.prefills import plan_prefills, top_up_prefills
+from tidemill_engine.scheduler.run_ahead import output_ahead, plan_ahead
 from tidemill_engine.scheduler.state import ModelLimits, SchedulerState, log
 from tidemill_engine.scheduler.submit import check_fit, check_submit
 from tidemill_engine.scheduler.transfers import kv_failed, kv_ready, onboard_ready
@@ -61,6 +62,7 @@ class Scheduler:
         self.state = SchedulerState(settings, limits, cache, clock)
         self._step = 0
         self._plan: StepPlan | None = None
+        self._ahead: StepPlan | None = None
         self._planned_s = 0.0
 
     @property
@@ -113,12 +115,23 @@ class Scheduler:
         self._step += 1
         return build_output(state, plan, self._step)
 
+    def schedule_ahead(self) -> SchedulerOutput | None:
+        """The step after the one that is not committed yet; None when its result must be known first."""
+        assert self._plan is not None, "there is no step to run ahead of"
+        assert self._ahead is None, "one step ahead is all"
+        self._ahead = plan_ahead(self.state, self._plan, self.state.clock())
+        if self._ahead is None:
+            return None
+        self._step += 1
+        return output_ahead(self._ahead, self._step)
+
     def commit(self, result: StepResult) -> None:
-        """Takes the result of the step that `schedule` gave last."""
+        """Takes the result of the oldest step that is not committed."""
         assert self._plan is not None, "there is no step to commit"
-        plan, self._plan = self._plan, None
+        plan, self._plan, self._ahead = self._plan, self._ahead, None
         now_s = self.state.clock()
-        commit_step(self.state, plan, result, now_s - self._planned_s, now_s)
+        planned_s, self._planned_s = self._planned_s, now_s
+        commit_step(self.state, plan, result, now_s - planned_s, now_s)
 
     def take_outputs(self) -> list[Output]:
         """Outputs since the last call."""

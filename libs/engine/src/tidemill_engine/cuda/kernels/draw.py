@@ -42,7 +42,9 @@ def _pick(
     tops,
     sums,
     places,
+    rows,
     tokens,
+    row_tokens,
     vocab,
     num_chunks,
     CHUNK: tl.constexpr,  # noqa: N803
@@ -76,6 +78,7 @@ def _pick(
     else:
         token = tl.load(places + row * num_chunks + tl.argmax(top_of, axis=0, tie_break_left=True))
     tl.store(tokens + row, token)
+    tl.store(row_tokens + tl.load(rows + row), token)
 
 
 def draw_tokens(
@@ -83,9 +86,12 @@ def draw_tokens(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     counts: torch.Tensor,
+    rows_of_runner: torch.Tensor,
     out: torch.Tensor,
+    row_tokens: torch.Tensor,
 ) -> None:
-    """Writes one token for each row of logits [rows, vocab] float32 into out (int32). temperatures (float32) of 0 take
+    """Writes one token for each row of logits [rows, vocab] float32 into out (int32) and, at the runner's row of each,
+    into row_tokens (int32). temperatures (float32) of 0 take
     the most probable token; seeds (int64) and counts (int32, output tokens so far) name the Philox number."""
     rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, _CHUNK)
@@ -101,7 +107,9 @@ def draw_tokens(
         tops,
         sums,
         places,
+        rows_of_runner,
         out,
+        row_tokens,
         vocab,
         num_chunks,
         CHUNK=_CHUNK,
