@@ -31,14 +31,15 @@ def q8_0_values(outputs: int, inputs: int) -> torch.Tensor:
     return (codes * (torch.rand(outputs, inputs // 32, 1) / 500).half().float()).view(outputs, inputs)
 
 
-@pytest.fixture(params=["fp32", "bf16", "q4_1", "q8_0"])
+@pytest.fixture(params=["fp32-90", "fp32-96", "bf16-90", "bf16-96", "q4_1-96", "q8_0-96"])
 def packed_pair(request: pytest.FixtureRequest) -> tuple[PackedLinear, torch.Tensor, torch.Tensor]:
     """A packed matrix whose last panel is not full, its plain values and its bias."""
     torch.manual_seed(1)
     bias = torch.randn(168)
-    make = {"q4_1": q4_1_values, "q8_0": q8_0_values}.get(request.param)
-    weight = make(168, 96) if make else torch.randn(168, 90)
-    if request.param == "bf16":
+    name, inputs = request.param.split("-")
+    make = {"q4_1": q4_1_values, "q8_0": q8_0_values}.get(name, torch.randn)
+    weight = make(168, int(inputs))
+    if name == "bf16":
         weight = weight.bfloat16().float()
     pack: dict[str, Callable[[], Any]] = {
         "fp32": lambda: pack_float(weight, bias, "fp32"),
@@ -46,13 +47,13 @@ def packed_pair(request: pytest.FixtureRequest) -> tuple[PackedLinear, torch.Ten
         "q4_1": lambda: pack_q4_1(weight, bias),
         "q8_0": lambda: pack_q8_0(weight, bias),
     }
-    packed = pack[request.param]()
+    packed = pack[name]()
     assert packed is not None
-    assert packed.format == request.param
+    assert packed.format == name
     return PackedLinear(packed), weight, bias
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 33, 100])
 def test_products_equal_float64_to_float32_rounding(
     packed_pair: tuple[PackedLinear, torch.Tensor, torch.Tensor], rows: int
 ) -> None:

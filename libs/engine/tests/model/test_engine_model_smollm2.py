@@ -103,7 +103,7 @@ def test_every_form_of_the_weights_is_as_near_to_the_plain_path_as_rounding_allo
     ids = tokenizer.encode(chat("Name three fruits and say why they are healthy.")).ids
     plain = start_runner(smollm2, weights="fp32").all_logits(ids)
     driver = start_runner(smollm2)
-    assert driver.runner.backend == f"cpu/native/{exact}"
+    assert driver.runner.backend.rsplit("/", 1)[1] == exact
     assert (driver.all_logits(ids) - plain).abs().max() < 2e-3
     assert (driver.all_logits(ids, chunk=7) - plain).abs().max() < 2e-3
 

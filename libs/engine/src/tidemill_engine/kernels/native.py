@@ -55,12 +55,18 @@ _SIGNATURES = {
 
 @lru_cache(1)
 def load() -> ctypes.CDLL:
-    """Builds if needed; raises KernelsUnavailable."""
+    """Builds if needed and asks the system for the tile unit; raises KernelsUnavailable."""
     kernels = ctypes.CDLL(str(library()))
     for name, arguments in _SIGNATURES.items():
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, None
+    kernels.tm_init()
     return kernels
+
+
+def has_tile_unit() -> bool:
+    """Whether products of many rows run on AMX."""
+    return bool(load().tm_init())
 
 
 def matrix_struct(packed: Packed) -> MatrixStruct:

@@ -16,7 +16,7 @@ from tidemill_engine.attention.base import AttentionBackend
 from tidemill_engine.attention.native import NativeAttention, unsupported
 from tidemill_engine.attention.torch_reference import TorchReference
 from tidemill_engine.kernels.build import KernelsUnavailable
-from tidemill_engine.kernels.native import load
+from tidemill_engine.kernels.native import has_tile_unit, load
 from tidemill_engine.kernels.packing import Packed, pack_float, pack_q4_1, pack_q8_0
 from tidemill_engine.kv_pool import KVPool
 from tidemill_engine.layers.elementwise import NativeElementwise, TorchElementwise
@@ -56,7 +56,8 @@ def load_model(model_dir: Path, weights: str, kv_dtype: str, tp: TensorParallel)
         return LoadedModel(_build(config, plain, kv_dtype), TorchReference, "cpu/torch-reference/fp32")
     packer = Packer(weights)
     model = _build(config, WeightSource(checkpoint, tp, packer.make, NativeElementwise()), kv_dtype)
-    return LoadedModel(model, NativeAttention, f"cpu/native/{packer.main_format}")
+    unit = "native-amx" if has_tile_unit() else "native"
+    return LoadedModel(model, NativeAttention, f"cpu/{unit}/{packer.main_format}")
 
 
 def make_full_precision(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

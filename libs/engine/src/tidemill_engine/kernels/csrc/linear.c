@@ -160,8 +160,19 @@ static void strip(const Matrix *w, int first, int end, const float *x, int rows,
     }
 }
 
+#define AMX_ROWS 16  // from here on tiles are faster, though padded to 32 rows
+
+static int use_amx;
+
+// Asks for the tile unit; returns whether it will be used.
+EXPORT int tm_init(void) { return use_amx = tm_amx_permitted(); }
+
 // x [rows, inputs] and y [rows, outputs] are contiguous.
 EXPORT void tm_linear(const Matrix *w, const float *x, int rows, float *y, int threads) {
+    if (use_amx && rows >= AMX_ROWS && (w->format == Q4_1 || w->format == BF16) && w->inputs % GROUP == 0) {
+        tm_linear_amx(w, x, rows, y, threads);
+        return;
+    }
     int panels = (w->outputs + PANEL - 1) / PANEL;
     int few = rows <= MAX_ROWS;
     // Small shares, taken as threads get free, so that one that lost its core delays the others little.

@@ -16,3 +16,7 @@ typedef struct {
     int32_t outputs;
     int32_t inputs;
 } Matrix;
+
+// amx.c: whether the tile unit is there and the kernel lets this process use it.
+int tm_amx_permitted(void);
+void tm_linear_amx(const Matrix *w, const float *x, int rows, float *y, int threads);
