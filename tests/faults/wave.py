@@ -11,6 +11,7 @@ from harness.running import RunningCluster
 
 from tidemill.client import Client
 from tidemill.errors import TidemillError
+from tidemill.v1.errors_pb2 import ErrorCode
 from tidemill.v1.inference_pb2 import FINISH_REASON_LENGTH
 
 POLL_S = 0.005
@@ -66,9 +67,10 @@ class Stream:
         assert self.finishes == [FINISH_REASON_LENGTH]
         assert self.charged == len(self.expected)
 
-    def check_cut(self) -> None:
-        """It ended with an error, and what came before it was right."""
+    def check_cut(self, *codes: "ErrorCode.ValueType") -> None:
+        """It ended with one of these errors, and what came before it was right."""
         assert self.error is not None
+        assert self.error.code in codes, self.error
         assert self.tokens == list(self.expected[: len(self.tokens)])
         assert self.finishes == []
 
@@ -116,9 +118,9 @@ class Wave:
             for stream in self.streams:
                 assert stream.took_s <= self._bound_s
 
-    async def until_tokens(self, total: int) -> None:
-        """Waits until so many tokens have come in all; some stream must still run then."""
-        while sum(len(stream.tokens) for stream in self.streams) < total:
+    async def until_tokens(self, total: int, *, each: int = 0) -> None:
+        """Waits until so many tokens have come in all, and by each stream; some stream must still run then."""
+        while sum(len(s.tokens) for s in self.streams) < total or any(len(s.tokens) < each for s in self.streams):
             assert not all(stream.ended for stream in self.streams), "ended before the fault"
             await asyncio.sleep(POLL_S)
         assert not all(stream.ended for stream in self.streams), "ended before the fault"
@@ -126,6 +128,12 @@ class Wave:
     def of(self, gateway: str) -> list[Stream]:
         """The streams through one gateway."""
         return [stream for stream in self.streams if stream.gateway == gateway]
+
+    def check_cut(self, streams: Sequence[Stream], *codes: "ErrorCode.ValueType") -> None:
+        """These were cut by a fault, unless they had ended before it, as one or the other may have."""
+        assert any(stream.error for stream in streams), "the fault met no request"
+        for stream in streams:
+            stream.check_cut(*codes) if stream.error else stream.check_whole()
 
     def check_whole(self) -> None:
         """Every stream is whole."""
