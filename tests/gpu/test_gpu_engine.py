@@ -20,7 +20,9 @@ from tidemill_engine.attention.base import ForwardBatch
 from tidemill_engine.cuda.batch import read_rows
 from tidemill_engine.cuda.requirements import CudaUnavailable
 from tidemill_engine.cuda.runner import CudaModelRunner
+from tidemill_engine.engine import Engine
 from tidemill_engine.loading.tiny import make_tiny
+from tidemill_engine.messages import RequestKey, Submit
 from tidemill_engine.model_runner import ModelRunner
 from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.runners import start_runner
@@ -148,6 +150,40 @@ def test_chunks_prefix_hits_and_mixed_steps_change_nothing(checkpoint: Callable[
     for _ in range(3):
         driver.step({0: 1, 1: 1, 3: 50})
     assert driver.generate([3], 12)[0] == whole
+
+
+class WaitingRunner:
+    """The same runner, but each step is waited for before the next is planned."""
+
+    def __init__(self, runner: CudaModelRunner) -> None:
+        for name in ("groups", "num_blocks", "num_snapshots", "context_tokens", "vocab_size", "execute"):
+            setattr(self, name, getattr(runner, name))
+
+
+def engine_outputs(engine: Engine) -> dict[RequestKey, list[int]]:
+    """Greedy and drawn requests that come while others decode and end at different steps."""
+    tokens: dict[RequestKey, list[int]] = {}
+    for i, length in enumerate(LENGTHS):
+        key, prompt_ids = RequestKey(f"r{i}"), prompt(length, seed=i)
+        sampling = SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=10 + 7 * i, top_k=8 * (i == 9))
+        submit = {"stage": "whole", "token_ids": prompt_ids, "prompt_tokens": length, "hash_salt": bytes(16)}
+        engine.handle(Submit(key=key, sampling=sampling, **submit))  # type: ignore[arg-type]
+        tokens[key] = []
+        for _ in range(4 if i < len(LENGTHS) - 1 else 400):
+            for report in engine.step()[1]:
+                for output in getattr(report, "outputs", ()):
+                    tokens[output.key] += output.token_ids
+    return tokens
+
+
+def test_running_ahead_changes_no_output(checkpoint: Callable[[str], Path]) -> None:
+    fields = settings(checkpoint("llama"), **CUDA)
+    runner = CudaModelRunner(fields, TensorParallel())
+    runner.warm_up()
+    ahead, waiting = Engine(fields, runner), Engine(fields, WaitingRunner(runner))  # type: ignore[arg-type]
+    first, second = engine_outputs(ahead), engine_outputs(waiting)
+    assert [len(tokens) for tokens in first.values()] == [10 + 7 * i for i in range(len(LENGTHS))]
+    assert sum(first[key] == second[key] for key in first) >= len(LENGTHS) - 1
 
 
 PARAMS = SamplingParams(

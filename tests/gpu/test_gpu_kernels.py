@@ -63,8 +63,10 @@ def make_pool(heads: int, dim: int, block_size: int = 16, num_blocks: int = 512,
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64)])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_rotation_writes_only_its_tokens_into_the_pool(q_heads: int, kv_heads: int, dim: int, with_norms: bool) -> None:
+@pytest.mark.parametrize(("with_norms", "keep_keys"), [(False, False), (True, True)])
+def test_rotation_writes_only_its_tokens_into_the_pool(
+    q_heads: int, kv_heads: int, dim: int, with_norms: bool, keep_keys: bool
+) -> None:
     tokens, pool = 37, make_pool(kv_heads, dim)
     qkv = random(tokens, (q_heads + 2 * kv_heads) * dim)
     positions = torch.randperm(500, device="cuda")[:tokens].int()
@@ -73,8 +75,9 @@ def test_rotation_writes_only_its_tokens_into_the_pool(q_heads: int, kv_heads: i
     norms = (torch.rand(dim, device="cuda") + 0.5, torch.rand(dim, device="cuda") + 0.5) if with_norms else None
     shape = HeadShape(q_heads, kv_heads, dim)
     layer = pool.slabs["kv"][:, 1]
-    q = rotate_store(qkv, layer, positions, block_ids, angles.cos(), angles.sin(), norms, 1e-6, shape)
     heads = qkv.float().view(tokens, -1, dim)
+    tables = angles.cos(), angles.sin()
+    q = rotate_store(qkv, layer, positions, block_ids, *tables, norms, 1e-6, shape, keep_keys=keep_keys)
     rq, rk, rv = heads.split([q_heads, kv_heads, kv_heads], dim=1)
     if norms:
         rq, rk = (torch.nn.functional.rms_norm(x, (dim,), w, 1e-6) for x, w in zip((rq, rk), norms, strict=True))
@@ -83,6 +86,11 @@ def test_rotation_writes_only_its_tokens_into_the_pool(q_heads: int, kv_heads: i
     where = (block_ids.long(), slice(None), positions.long() % 16)
     assert error(layer[where][:, 0], rotate(rk, at.cos(), at.sin())) < BF16_BOUND
     assert torch.equal(layer[where][:, 1].float(), rv)
+    kept = qkv.float().view(tokens, -1, dim)
+    expected = torch.cat(
+        [heads[:, :q_heads], rotate(rk, at.cos(), at.sin()) if keep_keys else heads[:, q_heads:-kv_heads], rv], 1
+    )
+    assert error(kept, expected) < BF16_BOUND
     assert int(pool.slabs["kv"].isfinite().sum()) == tokens * 2 * kv_heads * dim
 
 
@@ -116,9 +124,9 @@ def test_attention_reads_shuffled_blocks_of_a_strided_slab(group: int, backend: 
     tables, contents = fill(pool, lengths)
     attention = PagedAttention(pool, "kv", HeadShape(kv_heads * group, kv_heads, dim), prefill_backend=backend)
     decode, chunks = csr(tables[:4], lengths[:4], 16), csr(tables[4:], lengths[4:], 16)
-    attention.plan(decode, chunks, np.cumsum([0, *chunk[4:]]).astype(np.int32))
+    attention.plan(decode, chunks, np.cumsum([0, *chunk[4:]]).astype(np.int32), fresh=False)
     q = random(4 + sum(chunk), kv_heads * group, dim)
-    out = attention.run(1, q)
+    out = attention.run(1, q, torch.full((len(q), 2 * kv_heads, dim), float("nan"), device="cuda").bfloat16())
     first = 0
     for length, count, kv in zip(lengths, chunk, contents, strict=True):
         queries = q[first : first + max(1, count)].cpu()
@@ -127,6 +135,23 @@ def test_attention_reads_shuffled_blocks_of_a_strided_slab(group: int, backend: 
         reference = attend(queries.float()[None], k[None], v[None], hidden)[0]
         assert error(out[first : first + len(queries)], reference) < BF16_BOUND, (length, count)
         first += len(queries)
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_whole_prompts_attend_to_the_projections_own_keys(backend: str) -> None:
+    pool, heads, lengths = make_pool(8, 128), HeadShape(32, 8, 128), [300, 1, 77]
+    attention = PagedAttention(pool, "kv", heads, prefill_backend=backend)
+    tables, _ = fill(pool, [40])
+    indptr = np.cumsum([0, *lengths]).astype(np.int32)
+    attention.plan(csr(tables, [40], 16), csr([[0]] * 3, [1] * 3, 16), indptr, fresh=True)
+    qkv = random(1 + sum(lengths), 48, 128)
+    q = qkv[:, :32].contiguous()
+    out = attention.run(1, q, qkv[:, 32:])
+    for first, length in zip(1 + indptr, lengths, strict=False):
+        part = slice(first, first + length)
+        k, v = qkv[part, 32:].float().cpu().chunk(2, dim=1)
+        reference = attend(q[part].float().cpu()[None], k[None], v[None], causal_hidden(0, length, 0, length))[0]
+        assert error(out[part], reference) < BF16_BOUND, length
 
 
 def test_draws_are_the_cpu_samplers() -> None:

@@ -10,6 +10,7 @@ import random
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -93,19 +94,53 @@ def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[
     return [[rng.randrange(1000, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def graph_ms(runner: CudaModelRunner, size: int) -> float:
-    """Device time of the decode graph as the last step of so many rows left it."""
-    assert runner.graphs is not None
-    graph = runner.graphs.get(runner.graphs.size_for(size)).graph
-    times = []
-    for _ in range(20):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+class DeviceTimes:
+    """Device time of each decode step, and of the wait between one and the next."""
+
+    def __init__(self, runner: CudaModelRunner) -> None:
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._replay = runner.replay
+        runner.replay = self._timed
+
+    def take(self) -> tuple[float, float]:
+        """Medians in ms of steps and of waits since the last call; the last steps hold fewer rows and are few."""
+        torch.cuda.synchronize()
+        marks, self._marks = self._marks, []
+        steps = [begin.elapsed_time(end) for begin, end in marks]
+        waits = [end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(marks)]
+        return median(steps), median(waits)
+
+    def _timed(self, graph: torch.cuda.CUDAGraph) -> None:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        self._replay(graph)
+        end.record()
+        self._marks.append((begin, end))
+
+
+def floor_ms(runner: CudaModelRunner, batch: int, context: int, gigabytes_per_s: float) -> float:
+    """Least time of a decode step: each weight and each token's KV read once at the copy bandwidth of the device."""
+    num_bytes = (
+        runner.cuda_model.matrix_bytes
+        + runner.cuda_model.head_weight.nbytes
+        + batch * context * runner.kv_bytes_per_token
+    )
+    return num_bytes / gigabytes_per_s / 1e6
+
+
+def copy_gigabytes_per_s() -> float:
+    """Bytes read and written by a device-to-device copy of 4 GiB."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return float(median(times))
+    return 2 * source.nbytes / median(times[1:]) / 1e6
 
 
 def measure(shape: str, quick: bool, machine: str) -> list[Row]:
@@ -125,6 +160,7 @@ def measure(shape: str, quick: bool, machine: str) -> list[Row]:
         runner = CudaModelRunner(settings, TensorParallel(), RandomTensors())
         runner.warm_up()
     engine = Engine(settings, runner)
+    times, bandwidth = DeviceTimes(runner), copy_gigabytes_per_s()
     vllm, goals, vocab = VLLM[shape], GOALS[shape], runner.vocab_size
 
     def add(metric: str, unit: str, value: float, key: str, workload: str, more: bool = False) -> None:
@@ -140,11 +176,13 @@ def measure(shape: str, quick: bool, machine: str) -> list[Row]:
     add("prefill of 8192 tokens", "ms", 1e3 * median(prefills[1:]), "prefill", "one prompt, one token, median of 3")
     for batch in (1, 64, 256):
         made = generate(engine, random_prompts([512] * batch, vocab, 2 + batch), [32 if quick else 128] * batch)
-        step_ms, device_ms = 1e3 * median(made.decode_steps_s), graph_ms(runner, batch)
+        device_ms, wait_ms = times.take()
         workload = f"{batch} sequences, 512 in, 128 out, median step"
-        add(f"decode step, batch {batch}", "ms", step_ms, f"step_{batch}", workload)
-        add(f"decode step, batch {batch}, device part", "ms", device_ms, "", f"{workload}; graph at the last step")
-        add(f"decode step, batch {batch}, host gap", "ms", step_ms - device_ms, "", workload)
+        add(f"decode step, batch {batch}", "ms", 1e3 * median(made.decode_steps_s), f"step_{batch}", workload)
+        add(f"decode step, batch {batch}, graph", "ms", device_ms, "", f"{workload}, device events")
+        add(f"decode step, batch {batch}, wait before it", "ms", wait_ms, "", f"{workload}, device events")
+        floor = floor_ms(runner, batch, 576, bandwidth)
+        add(f"decode step, batch {batch}, byte floor", "ms", floor, "", f"context 576 at {bandwidth:.0f} GB/s")
     rng = random.Random(0)
     count = 32 if quick else 256
     inputs = [rng.randint(100, 1024) for _ in range(count)]

@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
 from flashinfer.decode import fast_decode_plan
 
 from tidemill_engine.cuda.kernels.rotary_store import HeadShape
@@ -53,6 +57,9 @@ class PagedAttention:
         self._dtype = slab.dtype
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=slab.device)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=prefill_backend)
+        self._fresh_prefill = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend=prefill_backend)
+        self.wants_keys = False
+        """Chunks attend to their own K and V only, read from the projection rather than from the pool."""
         self._eager_decode = BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True)
         self._decode: Any = self._eager_decode
         self._num_decode = 0
@@ -61,16 +68,32 @@ class PagedAttention:
         """[blocks, 2, block_size, kv heads, dim] view of one layer."""
         return self._layers[index]
 
-    def plan(self, decode: PageTable | None, chunks: PageTable | None, chunk_indptr: np.ndarray | None) -> None:
-        """Decode rows first, then chunks whose tokens `chunk_indptr` (int32, from 0) delimits."""
+    def plan(
+        self, decode: PageTable | None, chunks: PageTable | None, chunk_indptr: np.ndarray, *, fresh: bool
+    ) -> None:
+        """Decode rows first, then chunks whose tokens `chunk_indptr` (int32, from 0) delimits; `fresh` when all chunks
+        are the beginnings of their requests."""
         self._decode = self._eager_decode
         self._num_decode = 0
         if decode is not None:
             self._num_decode = len(decode.last_page_len)
             self._plan_decode(self._eager_decode, decode)
-        if chunks is not None and chunk_indptr is not None:
+        self.wants_keys = fresh and chunks is not None
+        delimiters = torch.from_numpy(chunk_indptr)
+        if self.wants_keys:
+            self._fresh_prefill.plan(
+                delimiters,
+                delimiters,
+                self._heads.num_heads,
+                self._heads.num_kv_heads,
+                self._heads.dim,
+                causal=True,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+        elif chunks is not None:
             self._prefill.plan(
-                torch.from_numpy(chunk_indptr),
+                delimiters,
                 *chunks.tensors(),
                 self._heads.num_heads,
                 self._heads.num_kv_heads,
@@ -95,7 +118,7 @@ class PagedAttention:
 
     def plan_first(self, wrapper: Any, table: PageTable) -> None:
         """A graph wrapper's first plan, which also builds and binds its kernels; attends through it from now on."""
-        self._decode, self._num_decode = wrapper, len(table.last_page_len)
+        self._decode, self._num_decode, self.wants_keys = wrapper, len(table.last_page_len), False
         self._plan_decode(wrapper, table)
 
     def plan_replay(self, wrapper: Any, table: PageTable) -> None:
@@ -115,16 +138,20 @@ class PagedAttention:
             global_override_indptr_cpu=indptr,
         )
 
-    def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, dim] like q; K and V of these tokens are in the pool already."""
-        view = self._layers[layer]
-        if self._num_decode == q.shape[0]:
+    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, dim] like q; K and V of these tokens are in the pool already, and `kv` [tokens, 2 * kv heads,
+        dim] holds them too where `wants_keys` says so."""
+        view, first = self._layers[layer], self._num_decode
+        if first == q.shape[0]:
             return self._decode.run(q, view)  # type: ignore[no-any-return]
-        if self._num_decode == 0:
-            return self._prefill.run(q, view)  # type: ignore[no-any-return]
         out = torch.empty_like(q)
-        self._decode.run(q[: self._num_decode], view, out=out[: self._num_decode])
-        self._prefill.run(q[self._num_decode :], view, out=out[self._num_decode :])
+        if first:
+            self._decode.run(q[:first], view, out=out[:first])
+        if self.wants_keys:
+            k, v = kv[first:].chunk(2, dim=1)
+            self._fresh_prefill.run(q[first:], k, v, out=out[first:])
+        else:
+            self._prefill.run(q[first:], view, out=out[first:])
         return out
 
     def _plan_decode(self, wrapper: Any, table: PageTable) -> None:

@@ -1,6 +1,8 @@
 """CUDA graphs of the decode step over a grid of batch sizes, in one memory pool, captured largest first."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,7 @@ class DecodeGraphs:
 
     def capture_all(self) -> None:
         """Largest first, so that smaller graphs fit into the memory of larger ones."""
+        gc.collect()
         for size in reversed(self.sizes):
             self.get(size)
 
@@ -58,9 +61,21 @@ class DecodeGraphs:
         self._record(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._record(size)
         return DecodeGraph(size, wrapper, graph)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collected graph or buffer would be freed on the device, which a capture does not allow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def graph_sizes(max_rows: int) -> list[int]:

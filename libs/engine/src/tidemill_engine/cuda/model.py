@@ -6,6 +6,7 @@ from tidemill_engine.cuda.attention import PagedAttention
 from tidemill_engine.cuda.kernels.gate import silu_mul
 from tidemill_engine.cuda.kernels.norm import add_rms_norm
 from tidemill_engine.cuda.kernels.rotary_store import HeadShape, rotate_store
+from tidemill_engine.cuda.linear import DeviceLinear
 from tidemill_engine.kv_groups import KVGroupSpec
 from tidemill_engine.layers.linear import Linear
 from tidemill_engine.layers.rotary import RotaryTable
@@ -54,6 +55,12 @@ class CudaModel:
             head = source.embedding("lm_head.weight", config.vocab_size, config.hidden_size)
         self.head_weight = head.to("cuda", torch.bfloat16)
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the layers' matrices."""
+        matrices = (m for layer in self.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return sum(matrix.weight.nbytes for matrix in matrices if isinstance(matrix, DeviceLinear))
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -67,8 +74,9 @@ class CudaModel:
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = add_rms_norm(hidden, delta, layer.input_norm, self._eps)
+            qkv = layer.qkv(normed)
             q = rotate_store(
-                layer.qkv(normed),
+                qkv,
                 attention.layer(index),
                 positions,
                 block_ids,
@@ -77,8 +85,10 @@ class CudaModel:
                 layer.qk_norms,
                 self._eps,
                 self.heads,
+                keep_keys=attention.wants_keys,
             )
-            delta = layer.out(attention.run(index, q).flatten(1))
+            kv = qkv.view(-1, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.dim)
+            delta = layer.out(attention.run(index, q, kv[:, self.heads.num_heads :]).flatten(1))
             normed = add_rms_norm(hidden, delta, layer.mlp_norm, self._eps)
             delta = layer.down(silu_mul(layer.gate_up(normed)))
         if wanted is not None:

@@ -29,6 +29,7 @@ def _rotate_store(
     HALF: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr,  # noqa: N803
     QK_NORM: tl.constexpr,  # noqa: N803
+    KEEP_KEYS: tl.constexpr,  # noqa: N803
 ):
     DIM: tl.constexpr = 2 * HALF  # noqa: N806
     Q_PROGRAMS: tl.constexpr = Q_HEADS // HEADS  # noqa: N806
@@ -59,6 +60,9 @@ def _rotate_store(
         target = q_out + token * Q_HEADS * DIM + heads[:, None] * DIM + half[None, :]
     else:
         is_v = program >= Q_PROGRAMS + KV_PROGRAMS
+        if KEEP_KEYS:
+            tl.store(source, first.to(q_out.dtype.element_ty))
+            tl.store(source + HALF, second.to(q_out.dtype.element_ty))
         kv_heads = heads - Q_HEADS - tl.where(is_v, KV_HEADS, 0)
         block = tl.load(block_ids + token).to(tl.int64)
         offset = (position % block_size).to(tl.int64)
@@ -95,10 +99,12 @@ def rotate_store(
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     shape: HeadShape,
+    *,
+    keep_keys: bool = False,
 ) -> torch.Tensor:
     """Returns rotated q [tokens, heads, dim]; rotated k and v go into `layer`, the pool's [blocks, 2, block_size,
-    kv heads, dim] view with any block stride. qkv is [tokens, (heads + 2 * kv heads) * dim], cos and sin are [context,
-    dim / 2] float32, positions and block_ids int32."""
+    kv heads, dim] view with any block stride, and with `keep_keys` rotated k takes its place in qkv. qkv is [tokens,
+    (heads + 2 * kv heads) * dim], cos and sin are [context, dim / 2] float32, positions and block_ids int32."""
     tokens = qkv.shape[0]
     out = torch.empty((tokens, shape.num_heads, shape.dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = norms or (cos, cos)
@@ -123,6 +129,7 @@ def rotate_store(
         HALF=shape.dim // 2,
         HEADS=heads,
         QK_NORM=norms is not None,
+        KEEP_KEYS=keep_keys,
         num_warps=max(1, heads * shape.dim // 256),
     )
     return out
