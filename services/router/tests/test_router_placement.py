@@ -154,6 +154,16 @@ def test_an_instance_without_measures_is_taken_to_be_like_its_peers() -> None:
     assert chosen([target("a", prefill_tokens_per_s=50_000.0, waiting_prefill_tokens=1000), cold], 1000, {}) == "new"
 
 
+def test_an_idle_instance_that_was_slow_once_is_tried_again() -> None:
+    slow, quick = target("slow", decode_step_s=0.2), target("quick", claims=Claims(sequences=3))
+    assert decode([slow, quick]) == "quick"
+    assert decode([replace(slow, unchanged_s=600.0), quick]) == "slow"
+    slow = target("slow", prefill_tokens_per_s=100.0)
+    quick = target("quick", waiting_prefill_tokens=1000)
+    assert chosen([slow, quick], 1000, {}) == "quick"
+    assert chosen([replace(slow, unchanged_s=600.0), quick], 1000, {}) == "slow"
+
+
 def test_held_blocks_save_transfer_time() -> None:
     slow_links = [target("a", transfer_bytes_per_s=2e6), target("b", transfer_bytes_per_s=2e6)]
     assert decode(slow_links, {"b": 31}) == "b"

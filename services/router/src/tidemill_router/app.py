@@ -140,4 +140,4 @@ def make_parts(context: ServiceContext, settings: RouterSettings, loads: LoadVie
 
 
 def _costs(settings: RouterSettings) -> Costs:
-    return Costs(**{name: getattr(settings, name) for name in Costs.__dataclass_fields__})
+    return Costs(**{name: getattr(settings, name) for name in Costs.__dataclass_fields__ if hasattr(settings, name)})

@@ -1,5 +1,6 @@
 """What placement knows of one target, one (instance, cache domain)."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -57,7 +58,11 @@ class Costs:
     default_prefill_tokens_per_s: float = 500.0
     default_decode_step_s: float = 0.05
     default_transfer_bytes_per_s: float = 1e9
+    measure_half_life_s: float = 30.0
     l2_bytes_per_s: float = 10e9
+    best_prefill_tokens_per_s: float = 0.0
+    best_decode_step_s: float = 0.0
+    """No settings: the best of what the targets at hand measured; 0: none has."""
 
 
 def staleness_s(candidate: Candidate, costs: Costs) -> float:
@@ -68,12 +73,14 @@ def staleness_s(candidate: Candidate, costs: Costs) -> float:
 
 def prefill_rate(candidate: Candidate, costs: Costs) -> float:
     """Tokens a second."""
-    return _measured_rate(candidate) or costs.default_prefill_tokens_per_s
+    measured = _measured_rate(candidate) or costs.default_prefill_tokens_per_s
+    return _aged(measured, max(measured, costs.best_prefill_tokens_per_s), candidate, costs)
 
 
 def decode_step_s(candidate: Candidate, costs: Costs) -> float:
     """Seconds of a decode step."""
-    return _measured_step(candidate) or costs.default_decode_step_s
+    measured = _measured_step(candidate) or costs.default_decode_step_s
+    return _aged(measured, min(measured, costs.best_decode_step_s or measured), candidate, costs)
 
 
 def transfer_rate(candidate: Candidate, costs: Costs) -> float:
@@ -82,13 +89,27 @@ def transfer_rate(candidate: Candidate, costs: Costs) -> float:
 
 
 def learn_from_peers(candidates: Sequence[Candidate], costs: Costs) -> Costs:
-    """Costs whose defaults are the medians of what these targets measured: a new one is taken to be like its peers."""
+    """Costs whose defaults are the medians of what these targets measured: a new one is taken to be like its peers.
+
+    The best of them are noted as well: what an idle target measured long ago drifts towards the best (`_aged`).
+    """
     return replace(
         costs,
         default_prefill_tokens_per_s=_median(map(_measured_rate, candidates), costs.default_prefill_tokens_per_s),
         default_decode_step_s=_median(map(_measured_step, candidates), costs.default_decode_step_s),
         default_transfer_bytes_per_s=_median(map(_measured_transfer, candidates), costs.default_transfer_bytes_per_s),
+        best_prefill_tokens_per_s=max(map(_measured_rate, candidates), default=0.0),
+        best_decode_step_s=min(filter(None, map(_measured_step, candidates)), default=0.0),
     )
+
+
+def _aged(measured: float, best: float, candidate: Candidate, costs: Costs) -> float:
+    """A measure of a target that has done nothing since: it may have met a bad moment, and only work can tell.
+
+    Without this a target that was slow once would never be chosen, and so never measured, again.
+    """
+    weight = math.pow(0.5, candidate.unchanged_s / costs.measure_half_life_s)
+    return weight * measured + (1.0 - weight) * best
 
 
 def _measured_rate(candidate: Candidate) -> float:

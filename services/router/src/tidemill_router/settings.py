@@ -35,6 +35,8 @@ class RouterSettings(ServiceSettings):
     """Seconds of a decode step assumed of an instance that has not measured its own."""
     default_transfer_bytes_per_s: float = setting(1e9, minimum=1.0)
     """Bandwidth between instances, and from kvstore, assumed until it is measured."""
+    measure_half_life_s: float = setting(30.0, minimum=0.1)
+    """Seconds in which half the trust in what an idle instance measured goes over to its best peer's measure."""
     l2_bytes_per_s: float = setting(10e9, minimum=1.0)
     """Bandwidth assumed from an instance's host memory to its pool."""
     snapshot_timeout_s: float = setting(10.0, minimum=0.1)
