@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,18 @@ async def test_status_shows_every_instance(cluster):
     for _, instance in cluster.spec.instances():
         assert instance in shown
     assert "holds: none" in shown
+
+
+async def test_status_shows_load_and_cache_of_workers(cluster):
+    for _ in range(2):
+        await grpc_answer(cluster, max_tokens=8)
+    # SLO load, running+waiting, blocks in use/cached/all, hit rate.
+    figures = re.compile(
+        r"^\S+ +(prefill|decode) .* \d+\.\d\d +\d+\+\d+ +\d+/[1-9]\d*/\d+ +[1-9]\d*% +ok$", re.MULTILINE
+    )
+    async with asyncio.timeout(10.0):
+        while not figures.search(status.render(await cluster.look())):
+            await asyncio.sleep(0.2)
 
 
 async def test_a_second_up_finds_all_running_and_starts_nothing(cluster):
