@@ -115,3 +115,9 @@ def test_mask_bits_count_from_the_low_end_of_each_word() -> None:
     apply_mask(logits, words)
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [5, 67]
     assert np.flatnonzero(np.isfinite(logits[1])).tolist() == list(range(32, 64))
+
+
+def test_min_tokens_does_not_keep_a_finished_grammar_open(driver: Any, tiny: Callable[..., Path]) -> None:
+    driver.add(0, [65, 66, 67], constrained("lark", 'start: "yes"', temperature=1.0, min_tokens=10))
+    assert generate_text(driver, 0, tiny("qwen3"), limit=10) == "yes"
+    assert driver.tokens[0][-1] == EOS

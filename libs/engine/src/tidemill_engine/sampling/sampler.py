@@ -136,7 +136,9 @@ class Sampler:
         logits[self._to_device(places), self._to_device(np.concatenate(ids))] += self._to_device(values)
 
     def _apply_min_tokens(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
-        early = np.flatnonzero(positions < self.params.min_tokens[rows])
+        # A constraint knows by itself when the output may end, and at its end leaves nothing but a stop token.
+        free = np.array([row not in self._constraints for row in rows.tolist()])
+        early = np.flatnonzero((positions < self.params.min_tokens[rows]) & free)
         if not early.size:
             return
         ids = [self.params.stop_ids[row] for row in rows[early]]
