@@ -1,5 +1,6 @@
 """What a cluster consists of, and the command line of each of its services. Pure: nothing is started here."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -103,6 +104,11 @@ def service_settings(spec: ClusterSpec, home: Home, service: str, instance: str)
             files = {"templates": home.templates_file, "log_dir": home.logs, "bounds_file": home.bounds_file}
             return {**bounds, **{name: str(path) for name, path in files.items()}, "model": spec.served_name}
     return {}
+
+
+def worker_threads(spec: ClusterSpec) -> int:
+    """Cores for each worker: threads of several workers that wait for each other on one core make all of them crawl."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, spec.prefill + spec.decode))
 
 
 def flags(settings: Mapping[str, Setting]) -> list[str]:
