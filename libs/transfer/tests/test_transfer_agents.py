@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tidemill_transfer import matching
 from tidemill_transfer.address import parse_address
 from tidemill_transfer.agent import TransferError, TransportUnavailable, new_tag, new_tags, open_agent
 from tidemill_transfer.checksum import checksum64
@@ -74,6 +75,15 @@ async def test_the_sender_may_be_first(agent, peer, size, receive):
     assert await receive(agent, peer, size, tag)
     assert "error" not in await sent
     assert agent.holds["unclaimed_messages"] == 0
+
+
+@pytest.mark.parametrize("size", [64, 2 * MIB])
+async def test_a_message_nobody_asks_for_is_dropped_in_time_though_nothing_else_comes(agent, peer, size, monkeypatch):
+    monkeypatch.setattr(matching, "UNCLAIMED_AGE_S", 0.3)
+    sent = peer.ask("send", peer=agent.address, tag=new_tag(), size=size)
+    await until(lambda: agent.counters["evicted_messages"])
+    await until(lambda: not any(agent.holds[kind] for kind in ("requests", "unclaimed_messages")))
+    await sent
 
 
 async def test_many_small_messages_share_a_link_in_any_order(agent, peer, receive):

@@ -129,8 +129,6 @@ class MailboxMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def arrive(self, key):
-        if key in self.kept:
-            return
         self.serial += 1
         taker = self.mailbox.arrive(key, (key, self.serial), 10, float(self.serial))
         if key in self.waiting:
@@ -141,9 +139,12 @@ class MailboxMachine(RuleBasedStateMachine):
             assert isinstance(taker, Dropped)
         else:
             assert isinstance(taker, Kept)
-            self.kept[key] = self.serial
+            before = self.kept
+            self.kept = {**before, key: self.serial}
             for gone, serial in taker.evicted:
-                assert self.kept.pop(gone) == serial
+                assert before.pop(gone) == serial
+                if gone != key:
+                    del self.kept[gone]
 
     @rule(key=keys)
     def give_up(self, key):

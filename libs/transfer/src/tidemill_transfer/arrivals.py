@@ -21,6 +21,7 @@ class Arrivals(Generic[M]):
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._mailbox: Mailbox[M, asyncio.Future[M]] = Mailbox()
+        self._eviction: asyncio.TimerHandle | None = None
 
     @property
     def num_unclaimed(self) -> int:
@@ -59,11 +60,27 @@ class Arrivals(Generic[M]):
         if isinstance(taker, Dropped):
             self._drop(message)
         elif isinstance(taker, Kept):
-            for evicted in taker.evicted:
-                self._counters["evicted_messages"] += 1
-                self._drop(evicted)
+            self._evict(taker.evicted)
         else:
             taker.set_result(message)
+
+    def close(self) -> None:
+        """Ends the watch over what is too old."""
+        if self._eviction is not None:
+            self._eviction.cancel()
+
+    def _evict(self, evicted: list[M]) -> None:
+        for message in evicted:
+            self._counters["evicted_messages"] += 1
+            self._drop(message)
+        evict_at = self._mailbox.evict_at
+        if self._eviction is None and evict_at is not None:
+            self._eviction = self._loop.call_at(evict_at, self._evict_old)
+
+    def _evict_old(self) -> None:
+        # Also without another arrival: a quiet agent must not hold what its peers left there.
+        self._eviction = None
+        self._evict(self._mailbox.evict(self._loop.time()))
 
     def withdrawn(self, key: Key) -> None:
         """The sender has taken the message back."""

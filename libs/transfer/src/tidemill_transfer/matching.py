@@ -19,7 +19,8 @@ Key = tuple[str, int]
 
 MAX_UNCLAIMED = 4096
 MAX_UNCLAIMED_BYTES = 64 << 20
-UNCLAIMED_AGE_S = 300.0
+UNCLAIMED_AGE_S = 30.0
+"""As long as a message may take (the engine's transfer_limit_s): whoever would have received it has given up."""
 MAX_SPENT = 16384
 
 
@@ -83,16 +84,24 @@ class Mailbox(Generic[M, W]):
             return waiter
         if key in self._spent:
             return Dropped()
+        # Sent again over a new link: the older one may never be complete.
+        replaced = [self._take_unclaimed(key)] if key in self._unclaimed else []
         self._unclaimed[key] = (now, held_bytes, message)
         self.unclaimed_bytes += held_bytes
-        return Kept(self._evict(now))
+        return Kept(replaced + self.evict(now))
 
     def _take_unclaimed(self, key: Key) -> M:
         _, held_bytes, message = self._unclaimed.pop(key)
         self.unclaimed_bytes -= held_bytes
         return message
 
-    def _evict(self, now: float) -> list[M]:
+    @property
+    def evict_at(self) -> float | None:
+        """When the oldest unclaimed message will be too old."""
+        return next((since + UNCLAIMED_AGE_S for since, _, _ in self._unclaimed.values()), None)
+
+    def evict(self, now: float) -> list[M]:
+        """Takes out what is too old or beyond the bounds, to be dropped."""
         evicted = []
         while self._unclaimed:
             key, (since, _, _) = next(iter(self._unclaimed.items()))

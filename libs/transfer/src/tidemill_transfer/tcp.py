@@ -178,6 +178,7 @@ class TcpAgent:
 
     async def close(self) -> None:
         await self._links.close()
+        self._arrivals.close()
 
     def _decline(self, offer: _Offer) -> None:
         if not offer.link.lost.done():

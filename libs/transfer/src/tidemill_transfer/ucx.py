@@ -131,6 +131,7 @@ class UcxAgent:
 
     async def close(self) -> None:
         await self._links.close()
+        self._arrivals.close()
         ends = self._loop.time() + CLOSE_S
         while self._progress.outstanding and self._loop.time() < ends:
             self._progress.poke()
