@@ -1,11 +1,13 @@
 """One engine on one CUDA device, against vLLM 0.26.0's figures on the same kind of device.
 
-Engine and scheduler run in this process as in a rank, prefix caching included (prompts share nothing); time is the wall
-clock from the first submit to the last output. Weights are random, temperature is 0.6, stop tokens are ignored.
+Engine and scheduler run in this process as in a rank (garbage is frozen after warm-up), prefix caching included
+(prompts share nothing); time is the wall clock from the first submit to the last output. Weights are random,
+temperature is 0.6, stop tokens are ignored.
 vLLM's figures were measured apart: `LLM.generate` of vLLM 0.26.0 with torch 2.11, one H200, bf16, random weights,
 default settings, prefix caching off, 2026-11-30.
 """
 
+import gc
 import random
 import tempfile
 import time
@@ -94,6 +96,10 @@ def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[
     return [[rng.randrange(1000, vocab_size) for _ in range(length)] for length in lengths]
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class DeviceTimes:
     """Device time of each decode step, and of the wait between one and the next."""
 
@@ -111,7 +117,7 @@ class DeviceTimes:
         return median(steps), median(waits)
 
     def _timed(self, graph: torch.cuda.CUDAGraph) -> None:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         begin.record()
         self._replay(graph)
         end.record()
@@ -134,13 +140,13 @@ def copy_gigabytes_per_s() -> float:
     target = torch.empty_like(source)
     times = []
     for _ in range(6):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         begin.record()
         target.copy_(source)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return 2 * source.nbytes / median(times[1:]) / 1e6
+    return float(2 * source.nbytes / median(times[1:]) / 1e6)
 
 
 def measure(shape: str, quick: bool, machine: str) -> list[Row]:
@@ -159,6 +165,8 @@ def measure(shape: str, quick: bool, machine: str) -> list[Row]:
         )
         runner = CudaModelRunner(settings, TensorParallel(), RandomTensors())
         runner.warm_up()
+        gc.collect()
+        gc.freeze()
     engine = Engine(settings, runner)
     times, bandwidth = DeviceTimes(runner), copy_gigabytes_per_s()
     vllm, goals, vocab = VLLM[shape], GOALS[shape], runner.vocab_size

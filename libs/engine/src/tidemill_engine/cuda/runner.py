@@ -1,6 +1,7 @@
 """Runs steps on one CUDA device: one copy to it and one from it for each step; decode steps replay a graph."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class CudaModelRunner(ModelRunner):
         self._arrivals = [_arrival(self._max_rows), _arrival(self._max_rows)]
         graphs = DecodeGraphs(self._max_rows, self._graph_wrapper, self._bind_graph, self._record_decode)
         self.graphs = graphs if use_graphs else None
-        self.replay = torch.cuda.CUDAGraph.replay
+        self.replay: Callable[[torch.cuda.CUDAGraph], None] = torch.cuda.CUDAGraph.replay
         """How a graph is launched; a benchmark puts its events around it."""
 
     def _load(self, settings: EngineSettings) -> ModelShape:
