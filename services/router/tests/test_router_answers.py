@@ -132,6 +132,14 @@ def test_a_placement_names_the_domain_and_is_reserved_with_a_soft_decode_claim()
     assert mesh.reservations.count_by_kind() == {PREFILL: 1, DECODE: 1, WHOLE: 0, SOFT: 0}
 
 
+def test_an_instance_is_not_stale_before_its_first_report_can_have_come() -> None:
+    mesh = pair()
+    mesh.loads.samples.clear()
+    assert mesh.place().terms["staleness"] == 0.0
+    mesh.clock.now += 60.0
+    assert mesh.place(request_id="later").terms["staleness"] == Costs().stale_penalty_s
+
+
 def test_both_domains_of_one_instance_are_targets_of_their_own() -> None:
     mesh = Mesh()
     mesh.add("p-0", ROLE_PREFILL, domains=2)
@@ -289,7 +297,7 @@ def test_load_of_an_older_epoch_does_not_count() -> None:
     mesh.add("p-1", ROLE_PREFILL)
     mesh.report("p-0", epoch="old", waiting_prefill_tokens=10)
     (candidate,) = [c for c in mesh.view.candidates(ROLE_PREFILL, REVISION) if c.key[0] == "p-0"]
-    assert candidate.age_s == float("inf")
+    assert candidate.load.waiting_prefill_tokens == 0
     mesh.instances.connected = False
     (candidate,) = [c for c in mesh.view.candidates(ROLE_PREFILL, REVISION) if c.key[0] == "p-0"]
     assert candidate.domain.epoch == "old", "while etcd is away the worker's own reports know best"

@@ -91,6 +91,7 @@ class RouterParts:
         self.tracker.forget(instance)
         self.fences.forget(instance)
         self.times.forget(instance)
+        self.view.forget(instance)
         self.reservations.drop_owner(instance)
         self.reservations.drop_target(instance)
 

@@ -50,10 +50,18 @@ class MeshView:
         self._times = times
         self._clock = clock
         self._seen_revisions: set[str] = set()
+        self._known_since: dict[str, tuple[str, float]] = {}
 
     def see(self, record: MembershipRecord) -> None:
-        """Remembers which models there have been."""
+        """Remembers which models there have been, and since when this run of the instance is known."""
         self._seen_revisions.update(model.revision for model in record.models)
+        incarnation, _ = self._known_since.get(record.instance, ("", NEVER))
+        if incarnation != record.incarnation:
+            self._known_since[record.instance] = (record.incarnation, self._clock())
+
+    def forget(self, instance: str) -> None:
+        """The instance is gone."""
+        self._known_since.pop(instance, None)
 
     def knows(self, revision: str) -> bool:
         """False when workers are there but none has ever served that revision."""
@@ -107,10 +115,12 @@ class MeshView:
         ref, report = self.domain_of(record, domain)
         if not ref.epoch or (report is not None and report.draining):
             return None
-        if report is None:
-            claims = self._reservations.claims(holder, NEVER)
-            return Candidate(holder, ref, record.endpoint, domain.num_blocks, claims=claims)
         now = self._clock()
+        if report is None:
+            # Its first report may be on the way: it is as old as our knowledge of the instance, not older.
+            _, known_since_s = self._known_since.get(record.instance, ("", NEVER))
+            claims = self._reservations.claims(holder, NEVER)
+            return Candidate(holder, ref, record.endpoint, domain.num_blocks, age_s=now - known_since_s, claims=claims)
         return Candidate(
             holder,
             ref,
