@@ -127,7 +127,8 @@ def _rows(runs: dict[tuple[str, int], list[Run]], ours: str, peers: list[str], c
                         baseline_value=median(figure(run) for run in runs[peer, concurrency]) if peer else None,
                         goal=goal if has_goal else None,
                         workload=f"SmolLM2-135M, {PROMPT_TOKENS} prompt tokens ({SHARED_TOKENS} shared), "
-                        f"{OUTPUT_TOKENS} output tokens, greedy, {REQUESTS[concurrency]} requests",
+                        f"{OUTPUT_TOKENS} output tokens, greedy, {REQUESTS[concurrency]} requests, "
+                        f"median of {len(runs[ours, concurrency])} rounds",
                         machine=machine(),
                     )
                 )
@@ -136,7 +137,7 @@ def _rows(runs: dict[tuple[str, int], list[Run]], ours: str, peers: list[str], c
 
 def run(options: Options) -> list[Row]:
     """Starts all engines, alternates their rounds, stops them."""
-    concurrencies = [1, 4] if options.quick else [1, 4, 8]
+    concurrencies = list(REQUESTS)
     with ExitStack() as stack:
         cluster = stack.enter_context(real_model_cluster(options, {}))
         ours = _http_engine("Tidemill", cluster.http_port, cluster.model)
