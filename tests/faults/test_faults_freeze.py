@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from faults.oracle import prompts_of
-from faults.wave import run_whole, whole_again
+from faults.wave import run_whole, whole_again, worker_fault
 
 # The first test's time includes the start of a cluster.
 pytestmark = pytest.mark.timeout(240)
@@ -37,12 +37,9 @@ def liveness_s(cluster) -> float:
 
 
 async def test_a_frozen_decode_instance_is_left_and_may_come_back(pairs, wave):
-    async with wave() as disturbed:
-        await disturbed.until_tokens(200)
-        pairs.kill("decode-1", signal.SIGSTOP)
-    disturbed.check_whole()
-    assert any(stream.attempts > 1 for stream in disturbed.streams), "the fault met no request"
-    pairs.kill("decode-1", signal.SIGCONT)
+    async with worker_fault(wave, pairs, "decode") as victim:
+        pairs.kill(victim, signal.SIGSTOP)
+    pairs.kill(victim, signal.SIGCONT)
     await whole_again(pairs, wave)
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -11,6 +12,7 @@ from harness.running import RunningCluster
 
 from tidemill.client import Client
 from tidemill.errors import TidemillError
+from tidemill.mesh.v1.membership_pb2 import Role
 from tidemill.v1.errors_pb2 import ErrorCode
 from tidemill.v1.inference_pb2 import FINISH_REASON_LENGTH
 
@@ -149,6 +151,23 @@ async def run_whole(wave: Wave) -> None:
     async with wave:
         pass
     wave.check_whole()
+
+
+async def busiest(cluster: RunningCluster, role: "Role.ValueType") -> str:
+    """The instance of a role with the most requests now: a fault there meets some."""
+    members = (await cluster.look()).with_role(role)
+    return max(members, key=lambda member: member.holds["requests"]).record.instance
+
+
+@asynccontextmanager
+async def worker_fault(make: MakeWave, cluster: RunningCluster, role: str) -> AsyncIterator[str]:
+    """Load, and an instance of the role that has work for the block to end; afterwards all is as if it had not."""
+    # Prefill is caught while most prompts are still to be computed, decode while all its streams run.
+    async with make(streams=24) if role == "prefill" else make(output_tokens=600) as disturbed:
+        await disturbed.until_tokens(1)
+        yield await busiest(cluster, Role.Value(f"ROLE_{role.upper()}"))
+    disturbed.check_whole()
+    assert any(stream.attempts > 1 for stream in disturbed.streams), "the fault met no request"
 
 
 async def whole_again(cluster: RunningCluster, make: MakeWave) -> None:
