@@ -29,6 +29,8 @@ STUBS := libs/client/src/tidemill/v1/__init__.py
 EDITABLE := $(foreach dist,$(DISTRIBUTIONS),-e "$(dist)$(if $(filter libs/engine,$(dist)),[torch])$(if $(filter libs/local,$(dist)),[servers])")
 PYTEST := $(BIN)/python -m pytest -o cache_dir=$(TIDEMILL_HOME)/cache/pytest
 
+NOTHING := nothing is installed in $(TIDEMILL_HOME)
+
 .DELETE_ON_ERROR:
 .PHONY: help up down status setup stubs test test-full verify fix bench bench-deps test-compose constraints released clean
 
@@ -39,10 +41,10 @@ up: setup ## Start a whole cluster on this machine, ask it a question, leave it 
 	@$(BIN)/tidemill up $(ARGS)
 
 down: ## Stop all that `make up` started.
-	@if [ -x $(BIN)/tidemill ]; then $(BIN)/tidemill down $(ARGS); else echo "nothing is installed in $(TIDEMILL_HOME)"; fi
+	@if [ -x $(BIN)/tidemill ]; then $(BIN)/tidemill down $(ARGS); else echo "$(NOTHING)"; fi
 
 status: ## Show the instances, their load and their cache.
-	@$(BIN)/tidemill status $(ARGS)
+	@if [ -x $(BIN)/tidemill ]; then $(BIN)/tidemill status $(ARGS); else echo "$(NOTHING): make up"; exit 1; fi
 
 setup: $(VENV)/.installed $(STUBS) ## Virtual environment, pinned packages, stubs.
 
@@ -51,7 +53,13 @@ stubs: ## Make the Python stubs of proto/ again.
 	PATH=$(BIN):$$PATH python proto/generate.py
 
 test: setup ## Unit, integration and end-to-end tests, and each fault once (no GPU, no Docker).
+ifeq ($(ARGS),)
+# Packages' own tests two files at a time, then those that start whole clusters, which take the machine for themselves.
+	$(PYTEST) -m "not full and not gpu" -n 2 --dist loadfile libs services
+	$(PYTEST) -m "not full and not gpu" tests
+else
 	$(PYTEST) -m "not full and not gpu" $(ARGS)
+endif
 
 test-full: setup ## What `make test` leaves out: storms, rollouts, long runs.
 	$(PYTEST) -m "full and not gpu" $(ARGS)
@@ -61,7 +69,7 @@ verify: setup ## All static checks; `make fix` mends what can be mended.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/lint-imports --cache-dir $(TIDEMILL_HOME)/cache/import-linter
-	$(BIN)/python proto/check.py
+	$(BIN)/python proto/check.py --strict
 
 fix: setup ## Mend formatting and lint.
 	$(BIN)/ruff check --fix .
@@ -80,8 +88,10 @@ test-compose: setup ## Prove deploy/compose for real (root, Debian, Docker; READ
 constraints: setup ## Write constraints-cpu.txt anew from what is installed.
 	$(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | sed 's/+cpu$$//' | grep -v '^pip==' >constraints-cpu.txt
 
-released: setup ## Record proto/ as the contract of a release.
+released: setup ## Make the next commit a release: make released VERSION=0.2.0 writes RELEASED and its contract.
+	@test -n "$(VERSION)" || { echo "name the version: make released VERSION=0.2.0"; exit 1; }
 	$(BIN)/python proto/check.py --release
+	echo "$(VERSION)" >RELEASED
 
 clean: down ## Remove all that was made: TIDEMILL_HOME (models too) and the stubs.
 	rm -rf $(TIDEMILL_HOME) libs/client/src/tidemill/v1 libs/client/src/tidemill/mesh
@@ -89,6 +99,7 @@ clean: down ## Remove all that was made: TIDEMILL_HOME (models too) and the stub
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Tidemill needs Python 3.11 or newer, but $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "this Python has no venv module: install it (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
+	@mkdir -p $(VENV) && test -w $(VENV) || { echo "cannot write in $(TIDEMILL_HOME): name another folder: make TIDEMILL_HOME=FOLDER"; exit 1; }
 	@echo "making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@

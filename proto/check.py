@@ -1,7 +1,7 @@
 """Checks proto/: buf's lint, and that nothing breaks the contract in released.txtpb (`make proto-breaking`).
 
-The public contract (tidemill/v1) may never break. The internal one (tidemill/mesh) only warns until the first tag:
-then run this with --strict. At each release: `python proto/check.py --release` writes the new released.txtpb.
+The public contract (tidemill/v1) may never break, with --strict the internal one (tidemill/mesh) neither.
+At each release: `python proto/check.py --release` writes the new released.txtpb.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> int:
     failed = buf("lint", ".")
     failed |= breaking() if chosen.strict else breaking("tidemill/v1")
     if not chosen.strict and breaking("tidemill/mesh"):
-        print("proto: the internal contract differs from the released one (allowed before the first tag)")
+        print("proto: the internal contract differs from the released one (allowed without --strict)")
     return failed
 
 

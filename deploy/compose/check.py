@@ -10,6 +10,7 @@ import time
 import openai
 
 from tidemill.client import Client
+from tidemill.completion import Completion
 
 MODEL = "smollm2"
 QUESTION = "What is the capital of France?"
@@ -52,20 +53,33 @@ async def workers(options: argparse.Namespace) -> None:
 
 
 async def crash(options: argparse.Namespace) -> None:
-    """Streams on while a worker's process is killed; every stream ends with all its tokens."""
-    tokens = 64
+    """A worker's process is killed while all streams run: all end with all their tokens, some by a second attempt."""
+    tokens, streams = 64, 8
+    begun = [asyncio.Event() for _ in range(streams)]
+
+    async def stream(client: Client, index: int) -> Completion:
+        answer = Completion()
+        async for response in client.generate(
+            model=MODEL,
+            text=f"Story {index}: once",
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            include_placement=True,
+        ):
+            answer.add(response)
+            begun[index].set()
+        return answer
+
     async with Client(options.grpc, api_key=options.key) as client:
-        streams = [
-            client.complete(model=MODEL, text=f"Story {i}: once", max_tokens=tokens, ignore_eos=True, temperature=0.0)
-            for i in range(4)
-        ]
-        running = [asyncio.create_task(stream) for stream in streams]
-        await asyncio.sleep(2.0)
+        running = [asyncio.create_task(stream(client, index)) for index in range(streams)]
+        await asyncio.gather(*(event.wait() for event in begun))
         os.kill(options.pid, signal.SIGKILL)
         answers = await asyncio.gather(*running)
-    counts = [answer.usage.completion_tokens for answer in answers]
-    assert counts == [tokens] * len(streams), counts
-    print(f"{len(streams)} streams survived the loss of process {options.pid}")
+    assert [answer.usage.completion_tokens for answer in answers] == [tokens] * streams, answers
+    moved = sum(answer.placement.attempts > 1 for answer in answers)
+    assert moved, "the killed worker had no stream"
+    print(f"{streams} streams survived the loss of process {options.pid}, {moved} of them went on elsewhere")
 
 
 def main() -> int:

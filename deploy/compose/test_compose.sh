@@ -39,6 +39,7 @@ if [ -z "${TORCH_INDEX:-}" ] && ! ls deploy/wheels/torch-*.whl >/dev/null 2>&1; 
     "$python" -m pip download -q --no-deps -d deploy/wheels "$torch"
 fi
 
+"${compose[@]}" -f deploy/compose/gpu.yaml config -q
 say "building"
 "${compose[@]}" build --progress=plain >"$work/build.log" 2>&1 || { tail -n 60 "$work/build.log"; exit 1; }
 docker images --format '{{.Repository}} {{.Size}}' | grep '^tidemill' | sort
@@ -55,7 +56,8 @@ say "scale decode to 2"
 check workers --decode 2 --requests 8
 
 say "kill a decode worker's process in mid-stream"
-victim=$("${compose[@]}" ps -q decode | head -n 1)
+victim=$("${compose[@]}" ps -q decode)
+victim=${victim%%$'\n'*} # by no pipe to head, whose end would be a failure of compose
 # The container's first process is an init; the service is its only child. A kill of it is a crash, not a manual stop.
 check crash --pid "$(docker inspect -f '{{.State.Pid}}' "$victim")"
 for _ in $(seq 120); do
@@ -65,10 +67,22 @@ done
 [ "$(docker inspect -f '{{.RestartCount}}' "$victim")" -ge 1 ]
 check workers --decode 2 --requests 4
 
-say "no service runs as root"
+say "no service runs as root, nor without limits"
 for container in $("${compose[@]}" ps -q); do
     user=$(docker inspect -f '{{.Config.User}}' "$container")
     [ "$user" = tidemill ] || { echo "$container runs as '$user'"; exit 1; }
+    limits=$(docker inspect -f '{{.HostConfig.Memory}} {{.HostConfig.NanoCpus}} {{.HostConfig.PidsLimit}}' "$container")
+    case " $limits " in *" 0 "* | *"<nil>"*) echo "$container has limits of '$limits'"; exit 1 ;; esac
+done
+
+say "no image holds more than its service needs"
+for service in gateway router autoscaler kvstore prefill decode; do
+    unwanted="pip pytest mypy grpc_tools transformers"
+    case $service in prefill | decode) ;; *) unwanted="$unwanted setuptools torch" ;; esac
+    # shellcheck disable=SC2086
+    "${compose[@]}" exec -T "$service" python -c 'import importlib.util, sys
+found = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+sys.exit(f"it holds {found}" if found else 0)' $unwanted || { echo "image of $service"; exit 1; }
 done
 
 say "tear down"

@@ -41,7 +41,7 @@ def install(cache: Path) -> Path:
             shutil.copy(HERE / "node" / name, folder / name)
         if not (done.exists() and done.read_text() == wanted):
             argv = ["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error"]
-            subprocess.run(argv, cwd=folder, check=True, timeout=110)
+            subprocess.run(argv, cwd=folder, check=True, timeout=300)
             done.write_text(wanted)
     return folder
 

@@ -9,7 +9,7 @@ SERVICES = ("gateway", "router", "prefill", "decode", "kvstore", "autoscaler")
 
 
 def run(*argv: str) -> str:
-    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,80 +1,25 @@
 """Greedy streams through gateways while something breaks, and what must be true of each of them afterwards."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from harness.running import RunningCluster
+from harness.streams import Stream
 
 from tidemill.client import Client
-from tidemill.errors import TidemillError
 from tidemill.mesh.v1.membership_pb2 import Role
 from tidemill.v1.errors_pb2 import ErrorCode
-from tidemill.v1.inference_pb2 import FINISH_REASON_LENGTH
+from tidemill_local import health
 
 POLL_S = 0.005
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
-@dataclass
-class Stream:
-    """One request as its caller sees it."""
-
-    gateway: str
-    prompt: Sequence[int]
-    expected: Sequence[int]
-    timeout_s: float
-    tokens: list[int] = field(default_factory=list)
-    finishes: list[int] = field(default_factory=list)
-    attempts: int = 0
-    charged: int = 0
-    error: TidemillError | None = None
-    took_s: float = 0.0
-    ended: bool = False
-
-    async def run(self, client: Client, model: str) -> None:
-        """Reads it to its end, of whatever kind."""
-        began_at = time.monotonic()
-        try:
-            async for response in client.generate(
-                model=model,
-                token_ids=self.prompt,
-                max_tokens=len(self.expected),
-                temperature=0.0,
-                ignore_eos=True,
-                timeout_s=self.timeout_s,
-                include_placement=True,
-            ):
-                for delta in response.choices:
-                    self.tokens += delta.token_ids
-                    if delta.finish_reason:
-                        self.finishes.append(delta.finish_reason)
-                if response.HasField("usage"):
-                    self.attempts = response.placement.attempts
-                    self.charged = response.usage.completion_tokens
-        except TidemillError as error:
-            self.error = error
-        finally:
-            self.took_s = time.monotonic() - began_at
-            self.ended = True
-
-    def check_whole(self) -> None:
-        """It ended once, with exactly the tokens of an undisturbed run, charged once."""
-        assert self.error is None, f"after {len(self.tokens)} tokens and {self.took_s:.1f} s: {self.error}"
-        assert self.tokens == list(self.expected)
-        assert self.finishes == [FINISH_REASON_LENGTH]
-        assert self.charged == len(self.expected)
-
-    def check_cut(self, *codes: "ErrorCode.ValueType") -> None:
-        """It ended with one of these errors, and what came before it was right."""
-        assert self.error is not None
-        assert self.error.code in codes, self.error
-        assert self.tokens == list(self.expected[: len(self.tokens)])
-        assert self.finishes == []
+class EndedBefore(AssertionError):
+    """All streams had ended before the fault could be made."""
 
 
 class Wave:
@@ -87,7 +32,7 @@ class Wave:
         expected: Sequence[Sequence[int]],
         *,
         gateways: Sequence[str] = ("gateway-1",),
-        timeout_s: float = 40.0,
+        timeout_s: float = 300.0,
     ) -> None:
         self._cluster = cluster
         self._bound_s = timeout_s + 2 * float(cluster.spec.settings["all"]["liveness_s"])
@@ -123,9 +68,13 @@ class Wave:
     async def until_tokens(self, total: int, *, each: int = 0) -> None:
         """Waits until so many tokens have come in all, and by each stream; some stream must still run then."""
         while sum(len(s.tokens) for s in self.streams) < total or any(len(s.tokens) < each for s in self.streams):
-            assert not all(stream.ended for stream in self.streams), "ended before the fault"
+            self._check_running()
             await asyncio.sleep(POLL_S)
-        assert not all(stream.ended for stream in self.streams), "ended before the fault"
+        self._check_running()
+
+    def _check_running(self) -> None:
+        if all(stream.ended for stream in self.streams):
+            raise EndedBefore("ended before the fault")
 
     def of(self, gateway: str) -> list[Stream]:
         """The streams through one gateway."""
@@ -159,13 +108,25 @@ async def busiest(cluster: RunningCluster, role: "Role.ValueType") -> str:
     return max(members, key=lambda member: member.holds["requests"]).record.instance
 
 
+async def requests_at(cluster: RunningCluster, instance: str) -> int:
+    """How many an instance has now; 0 if it does not say."""
+    member = (await cluster.look()).members.get(instance)
+    return member.holds.get("requests", 0) if member else 0
+
+
 @asynccontextmanager
-async def worker_fault(make: MakeWave, cluster: RunningCluster, role: str) -> AsyncIterator[str]:
-    """Load, and an instance of the role that has work for the block to end; afterwards all is as if it had not."""
-    # Prefill is caught while most prompts are still to be computed, decode while all its streams run.
-    async with make(streams=24) if role == "prefill" else make(output_tokens=600) as disturbed:
+async def worker_fault(make: MakeWave, cluster: RunningCluster, role: str, victim: str = "") -> AsyncIterator[str]:
+    """Load, and an instance of the role that has work, the victim or else the busiest, for the block to end.
+
+    Afterwards all is as if it had not.
+    """
+    # Prefill is caught while most prompts are yet to be computed, on a quick machine too, decode while its streams run.
+    streams, output_tokens = (72, 30) if role == "prefill" else (16, 600)
+    async with make(streams=streams, output_tokens=output_tokens) as disturbed:
         await disturbed.until_tokens(1)
-        yield await busiest(cluster, Role.Value(f"ROLE_{role.upper()}"))
+        while victim and not await requests_at(cluster, victim):
+            await disturbed.until_tokens(1)
+        yield victim or await busiest(cluster, Role.Value(f"ROLE_{role.upper()}"))
     disturbed.check_whole()
     assert any(stream.attempts > 1 for stream in disturbed.streams), "the fault met no request"
 
@@ -175,4 +136,13 @@ async def whole_again(cluster: RunningCluster, make: MakeWave) -> None:
     await cluster.until_members(*(name for _, name in cluster.spec.instances()), within_s=PATIENCE_S)
     await run_whole(make(streams=4, output_tokens=20))
     # What a frozen process left half done ends with the longest of all deadlines, that of a KV message (30 s).
-    await cluster.holds_are_zero(within_s=40.0)
+    await cluster.holds_are_zero(within_s=PATIENCE_S)
+
+
+async def until_all_are_routable(cluster: RunningCluster, *added: str) -> None:
+    """Waits until every worker of the cluster, and those added to it, may be given requests: all their ranks are up."""
+    workers = {name for service, name in cluster.spec.instances() if service in ("prefill", "decode")} | {*added}
+    for service, router in cluster.spec.instances():
+        if service == "router":
+            record, endpoint = cluster.cluster.record(router), cluster.cluster.endpoint(router)
+            await asyncio.to_thread(health.wait_for_router, record, endpoint, workers, PATIENCE_S)

@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from tidemill_engine.attention.base import ForwardBatch
 from tidemill_engine.model_runner import ModelRunner
 from tidemill_engine.sampling_params import SamplingParams
 from tidemill_engine.step import NewRequest, SampledRow, ScheduledRow, SchedulerOutput
@@ -82,3 +84,37 @@ class Driver:
 def prompt(length: int, seed: int, vocab: int = 264) -> list[int]:
     """Random token ids."""
     return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def all_logits(driver: Driver, token_ids: list[int], chunk: int = 1 << 20) -> torch.Tensor:
+    """[tokens, vocab] of a prompt computed in chunks on the driver's device; uses row 0."""
+    runner = driver.runner
+    driver.add(0, token_ids)
+    runner.execute(SchedulerOutput(step=0, new_requests=driver._new))
+    driver._new = []
+    parts = []
+    for start in range(0, len(token_ids), chunk):
+        scheduled = [ScheduledRow(0, start, min(chunk, len(token_ids) - start), [], False)]
+        parts.append(_device_logits(runner, scheduled) if hasattr(runner, "cuda_model") else _logits(runner, scheduled))
+    return torch.cat(parts)
+
+
+def _device_logits(runner: Any, scheduled: list[ScheduledRow]) -> torch.Tensor:
+    from tidemill_engine.cuda.batch import read_rows
+
+    runner.inputs.wait()
+    runner.prepare(read_rows(scheduled, runner.rows))
+    hidden = runner.forward(scheduled[0].num_tokens, None)
+    return hidden.float() @ runner.cuda_model.head.weight.float().T
+
+
+def _logits(runner: ModelRunner, scheduled: list[ScheduledRow]) -> torch.Tensor:
+    batch, fresh = runner.rows.batch(scheduled, runner.pool.null_block)
+    runner.pool.clear_blocks(torch.from_numpy(fresh))
+    parts = {name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__}
+    # The reference runner's model makes its tensors on the runner's device.
+    with getattr(runner, "device", torch.device("cpu")):
+        batch = ForwardBatch(**(parts | {"sample_indices": torch.arange(scheduled[0].num_tokens)}))
+        runner.attention.begin(batch)
+        return runner.model.logits(runner.model.forward(batch, runner.attention))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ LIVE: list[RunningCluster] = []
 
 Checkpoint = Callable[[str], Path]
 StartCluster = Callable[..., RunningCluster]
+
+
+@contextmanager
+def kept(made: RunningCluster) -> Iterator[RunningCluster]:
+    """A cluster for the length of the block: failed tests show its logs, and nothing of it is left afterwards."""
+    LIVE.append(made)
+    try:
+        yield made
+    finally:
+        LIVE.remove(made)
+        made.remove()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,28 +61,20 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start_cluster(checkpoint: Checkpoint) -> Iterator[StartCluster]:
     """Starts clusters of one test: start_cluster(prefill=2, settings={"decode": {"tp_size": 2}}, model=..., ...)."""
-    started: list[RunningCluster] = []
+    with ExitStack() as stack:
 
-    def start(*, model: Path | None = None, **spec: Any) -> RunningCluster:
-        cluster = RunningCluster.start(model or checkpoint("llama"), **spec)
-        started.append(cluster)
-        LIVE.append(cluster)
-        return cluster
+        def start(*, model: Path | None = None, **spec: Any) -> RunningCluster:
+            return stack.enter_context(kept(RunningCluster.start(model or checkpoint("llama"), **spec)))
 
-    yield start
-    for cluster in started:
-        LIVE.remove(cluster)
-        cluster.remove()
+        yield start
 
 
 @pytest.fixture(scope="module")
 def cluster(checkpoint: Checkpoint) -> Iterator[RunningCluster]:
     """One cluster of the tiny model for all tests of a module that leave it whole."""
     made = RunningCluster.start(checkpoint("llama"))
-    LIVE.append(made)
-    yield made
-    LIVE.remove(made)
-    made.remove()
+    with kept(made):
+        yield made
 
 
 @pytest.hookimpl(wrapper=True)

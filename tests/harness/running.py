@@ -7,12 +7,12 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tidemill.client import Client
-from tidemill_local import processes, servers
+from tidemill_local import health, processes, servers
 from tidemill_local.cluster import LocalCluster, running_addresses
 from tidemill_local.home import Home
 from tidemill_local.mesh_view import MeshView, look
@@ -25,8 +25,11 @@ TEST_SETTINGS: dict[str, dict[str, Setting]] = {
     "prefill": {"torch_threads": 1, "kv_memory_bytes": 32 << 20, "max_num_seqs": 16},
     "decode": {"torch_threads": 1, "kv_memory_bytes": 32 << 20, "max_num_seqs": 16},
 }
-START_TIMEOUT_S = 100.0
+# A start compiles the native kernel once, beside all else that a busy machine does.
+START_TIMEOUT_S = 600.0
 POLL_S = 0.1
+# Beyond the drain, for a process to close what it opened.
+END_S = 60.0
 
 
 class RunningCluster:
@@ -89,6 +92,12 @@ class RunningCluster:
         """URL of NATS."""
         return running_addresses(self.home).nats
 
+    def endpoint_now(self, instance: str) -> str | None:
+        """host:port of an instance's gRPC, None while it does not say."""
+        with contextlib.suppress(KeyError):
+            return self.cluster.endpoint(instance)
+        return None
+
     def client(self, gateway: str = "gateway-1") -> Client:
         """The embedder's client of a gateway; an async context manager."""
         return Client(self.cluster.endpoint(gateway))
@@ -102,6 +111,30 @@ class RunningCluster:
     def restart(self, name: str, *, wait: bool = True) -> ProcessRecord:
         """Starts a killed process again, with the same command line."""
         return self.cluster.restart(name, wait=wait)
+
+    def replace(self, instance: str, argv: Sequence[str] | None = None) -> ProcessRecord:
+        """What a rollout does to one instance: SIGTERM, wait until it has drained, start it again (with this argv)."""
+        old = self.cluster.kill(instance, signal.SIGTERM)
+        limit_s = float(self.spec.settings["all"]["drain_s"]) + END_S
+        assert processes.wait_gone(old, limit_s), f"{instance} did not end within {limit_s:.0f} s of SIGTERM"
+        return self.start_as(instance, argv or old.argv)
+
+    def start_as(self, instance: str, argv: Sequence[str]) -> ProcessRecord:
+        """Starts an instance that does not run with this command line, and waits until it is healthy."""
+        record = servers.launch(instance, argv, self.home)
+        health.wait_for(record, "healthy", lambda: health.service_ok(self.home, record), START_TIMEOUT_S)
+        return record
+
+    def mend(self) -> None:
+        """Whole again, as started: what a failed test froze goes on, what it left dead or changed is replaced."""
+        for record in self.cluster.running():
+            processes.send(record, signal.SIGCONT)
+        addresses = running_addresses(self.home)
+        for service, instance in self.spec.instances():
+            argv = service_argv(self.spec, self.home, addresses, service, instance)
+            if self.cluster.is_running(instance) and list(self.cluster.record(instance).argv) != argv:
+                self.replace(instance, argv)
+        self.cluster.up()
 
     def add_worker(self, role: str, instance: str, **settings: Setting) -> ProcessRecord:
         """Starts one more worker by hand; does not wait for it."""
@@ -120,6 +153,10 @@ class RunningCluster:
         os.kill(pid, signum)
         return pid
 
+    def launched(self) -> list[str]:
+        """All instances that were started, with the cluster and by hand."""
+        return [record.name for record in processes.read_all(self.home.run) if record.name not in ("etcd", "nats")]
+
     # -- look ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> MeshView:
@@ -132,7 +169,7 @@ class RunningCluster:
         silent = {f"{name}.silent": 1 for name, member in view.members.items() if member.problem}
         return {**view.held(), **silent}
 
-    async def holds_are_zero(self, within_s: float = 30.0) -> None:
+    async def holds_are_zero(self, within_s: float = 180.0) -> None:
         """Waits until every block, reservation, ticket and stream is given back; AssertionError names what is not."""
         end = time.monotonic() + within_s
         while held := await self.holds():
@@ -140,13 +177,17 @@ class RunningCluster:
             await asyncio.sleep(POLL_S)
 
     async def until_members(self, *instances: str, within_s: float = START_TIMEOUT_S) -> MeshView:
-        """Waits until exactly these instances are registered and answer."""
+        """Waits until exactly these instances are registered and answer; a failure shows the logs of those missing."""
         end = time.monotonic() + within_s
         while True:
             view = await self.look()
             if set(view.members) == set(instances) and not any(m.problem for m in view.members.values()):
                 return view
-            assert time.monotonic() < end, f"members after {within_s:.0f} s: {sorted(view.members)}"
+            missing = sorted(set(instances) - set(view.members))
+            ended = [name for name in missing if not self.cluster.is_running(name)]
+            if ended or time.monotonic() > end:
+                logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in missing)
+                raise AssertionError(f"members after {within_s:.0f} s: {sorted(view.members)}, ended: {ended}\n{logs}")
             await asyncio.sleep(POLL_S)
 
     def log(self, name: str, lines: int = 40) -> str:

@@ -8,16 +8,17 @@ import grpc
 import pytest
 from harness.running import RunningCluster
 
-from tidemill.client import Client
+from tidemill.client import Client, Completion
 from tidemill.errors import TidemillError, from_rpc_error
 from tidemill.requests import generate_request
 from tidemill.v1 import errors_pb2
-from tidemill.v1.inference_pb2 import GenerateRequest, GenerateResponse
+from tidemill.v1.inference_pb2 import FINISH_REASON_STOP, GenerateRequest, GenerateResponse
 
 # The first test's time includes the start of a cluster.
-pytestmark = pytest.mark.timeout(240)
-
 GENERATE = "/tidemill.v1.InferenceService/Generate"
+EOS = 258
+TOO_SHORT_S = 0.1
+"""For 900 tokens, each of which takes a step and a message."""
 INVALID = errors_pb2.ERROR_CODE_INVALID_ARGUMENT
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -41,7 +42,7 @@ async def raw(cluster: RunningCluster, message: bytes) -> list[GenerateResponse]
             GENERATE, request_serializer=lambda given: given, response_deserializer=GenerateResponse.FromString
         )
         try:
-            return [response async for response in call(message, timeout=60)]
+            return [response async for response in call(message, timeout=300)]
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -96,13 +97,14 @@ async def test_fields_of_a_newer_contract_are_ignored(cluster):
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"\xed\xa0\x80"], ids=["invalid UTF-8", "lone surrogate"])
 async def test_text_that_is_no_utf8_ends_this_call_only(cluster, client, text):
     request = GenerateRequest(model="tiny-llama").SerializeToString() + b"\x1a" + bytes([len(text)]) + text
-    with pytest.raises(TidemillError):
+    with pytest.raises(TidemillError) as caught:
         await raw(cluster, request)
+    assert (caught.value.code, caught.value.field) == (INVALID, "text")
     assert (await client.complete(model="tiny-llama", text="x", max_tokens=1)).usage.completion_tokens == 1
 
 
 async def test_bytes_that_are_no_message_end_this_call_only(cluster, client):
-    with pytest.raises(TidemillError):
+    with pytest.raises(TidemillError, match="no message"):
         await raw(cluster, b"\x0a\xff\xff\xff\xff\x0f")
     assert (await client.complete(model="tiny-llama", text="x", max_tokens=1)).usage.completion_tokens == 1
 
@@ -138,21 +140,61 @@ async def test_one_and_two_tokens_are_exactly_that(client, max_tokens):
     assert shorter.placement.decode_instance == ("" if max_tokens == 1 else "decode-1")
 
 
+async def test_a_turn_that_stops_at_once_is_empty_and_its_session_goes_on(cluster, client):
+    async def turn(prompt: list[int], **more: Any) -> Completion:
+        return await client.complete(
+            model="tiny-llama", token_ids=prompt, max_tokens=8, temperature=0.0, program_id="session-99", **more
+        )
+
+    # New and long, so that prefill and decode are two instances.
+    prompt = [(7 * i + 3) % 250 for i in range(400)]
+    first = await turn(prompt, ignore_eos=True)
+    prompt += [*first.choices[0].token_ids, *range(40)]
+    empty = await turn(prompt, logit_bias={EOS: 100.0})
+    assert (empty.text, list(empty.choices[0].token_ids)) == ("", [EOS])
+    assert empty.choices[0].finish_reason == FINISH_REASON_STOP
+    assert (empty.usage.prompt_tokens, empty.usage.completion_tokens) == (len(prompt), 1)
+    await cluster.holds_are_zero()
+    prompt += [EOS, *range(40, 80)]
+    third = await turn(prompt, ignore_eos=True)
+    assert third.usage.completion_tokens == 8
+    assert third.usage.prompt_tokens == len(prompt)
+    assert (await turn(prompt, ignore_eos=True)).choices[0].token_ids == third.choices[0].token_ids
+
+
 async def test_a_live_request_id_is_refused_a_second_time_and_the_first_goes_on(client):
-    sure = {"model": "tiny-llama", "text": "High water", "request_id": "twice", "ignore_eos": True}
-    first = client.generate(max_tokens=300, **sure)
-    tokens = sum(len(delta.token_ids) for delta in (await anext(first)).choices)
-    error = await refusal(client, **sure)
-    assert (error.code, error.field) == (errors_pb2.ERROR_CODE_ALREADY_EXISTS, "request_id")
-    async for response in first:
-        tokens += sum(len(delta.token_ids) for delta in response.choices)
-    assert tokens == 300
+    errors: list[TidemillError] = []
+    for number in range(10):
+        sure = {"model": "tiny-llama", "text": "High water", "request_id": f"twice-{number}", "ignore_eos": True}
+        first = client.generate(max_tokens=300, **sure)
+        tokens = sum(len(delta.token_ids) for delta in (await anext(first)).choices)
+        try:
+            await client.complete(max_tokens=4, **sure)
+        except TidemillError as error:
+            errors.append(error)
+        async for response in first:
+            tokens += sum(len(delta.token_ids) for delta in response.choices)
+        assert tokens == 300
+        # Unless this process was not run until the first had ended.
+        if errors:
+            break
+    assert [(error.code, error.field) for error in errors] == [(errors_pb2.ERROR_CODE_ALREADY_EXISTS, "request_id")]
 
 
 async def test_a_call_that_is_cancelled_in_mid_stream_leaves_nothing(cluster, client):
     stream = client.generate(model="tiny-llama", text="Ebb", max_tokens=900, ignore_eos=True)
     await anext(stream)
     await stream.aclose()
+    await cluster.holds_are_zero()
+
+
+async def test_a_call_whose_time_is_over_is_told_so_and_leaves_nothing_on_either_leg(cluster, client):
+    with pytest.raises(TidemillError) as caught:
+        async for _ in client.generate(
+            model="tiny-llama", text="Ebb", max_tokens=900, ignore_eos=True, timeout_s=TOO_SHORT_S
+        ):
+            pass
+    assert caught.value.code == errors_pb2.ERROR_CODE_DEADLINE_EXCEEDED
     await cluster.holds_are_zero()
 
 
@@ -176,7 +218,7 @@ async def test_a_client_that_reads_slowly_gets_every_token_and_slows_nobody(clie
 async def test_two_hundred_requests_at_once_all_complete_and_leave_nothing(cluster, client):
     answers = await asyncio.gather(
         *(
-            client.complete(model="tiny-llama", text=f"request {i}", max_tokens=16, ignore_eos=True, timeout_s=100.0)
+            client.complete(model="tiny-llama", text=f"request {i}", max_tokens=16, ignore_eos=True, timeout_s=400.0)
             for i in range(200)
         ),
         return_exceptions=True,

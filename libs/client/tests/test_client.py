@@ -143,6 +143,32 @@ async def test_leaving_the_stream_cancels_the_request(served: tuple[Inference, s
         await served[0].cancelled.wait()
 
 
+async def test_a_call_that_a_stopping_server_drops_may_be_made_again_elsewhere() -> None:
+    """gRPC ends a call that meets a server in the moment at which it stops with a bare CANCELLED."""
+    codes = set()
+
+    async def ask_until_it_fails(client: Client) -> None:
+        while True:
+            try:
+                await client.complete(model="m", text="a b")
+            except TidemillError as error:
+                codes.add(error.code)
+                return
+
+    for _ in range(10):
+        server = grpc.aio.server()
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(Inference(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with Client(f"127.0.0.1:{port}") as client:
+            await client.models()
+            lanes = [asyncio.create_task(ask_until_it_fails(client)) for _ in range(6)]
+            await client.models()
+            await server.stop(1.0)
+            await asyncio.gather(*lanes)
+    assert codes == {errors_pb2.ERROR_CODE_UNAVAILABLE}
+
+
 async def test_the_key_travels_as_a_bearer_token(served: tuple[Inference, str]) -> None:
     async with Client(served[1], api_key="k-1") as client:
         await client.complete(model="m", text="x")

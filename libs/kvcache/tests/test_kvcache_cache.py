@@ -1,10 +1,14 @@
 """What a scheduler relies on when it uses a PrefixCache."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
+from tidemill_kvcache import cache as cache_module
 from tidemill_kvcache.cache import PrefixCache
-from tidemill_kvcache.hashing import TokenIds, chain_root
+from tidemill_kvcache.hashing import TokenIds, chain_root, hash_blocks
+from tidemill_kvcache.prefix_tree import PrefixTree
 from tidemill_kvcache.runs import Cleared, RemovedRun, StoredRun
 from tidemill_kvcache.sequence import CachedSequence
 
@@ -76,6 +80,35 @@ def test_eviction_takes_the_deepest_block_of_the_oldest_request_first() -> None:
     assert cache.match_prefix(cache.open(ROOT), young, 12).num_blocks == 3
 
 
+def test_background_work_does_not_push_out_what_others_use() -> None:
+    cache = PrefixCache(6, 4)
+    for priority, value in ((1, 1), (0, 2), (-5, 3)):
+        seq = cache.open(ROOT, priority)
+        assert cache.allocate(seq, 8) is not None
+        cache.commit(seq, tokens((value, 8)), 8)
+        cache.free(seq)
+    left = []
+    for needed in (8, 16, 24):
+        seq = cache.open(ROOT, -1)
+        assert cache.allocate(seq, needed) is not None
+        cache.free(seq)
+        left.append([cache.cached_depth(hash_blocks(ROOT, tokens((v, 8)), 4)) for v in (1, 2, 3)])
+    assert left == [[2, 2, 0], [2, 0, 0], [0, 0, 0]]
+
+
+def test_a_prefix_is_worth_what_its_worthiest_user_is() -> None:
+    cache = PrefixCache(4, 4)
+    shared = tokens((1, 8))
+    cache.free(compute(cache, shared))
+    kept = cache.open(ROOT, 1)
+    assert cache.match_prefix(kept, shared, 4).num_blocks == 1
+    cache.free(kept)
+    other = cache.open(ROOT)
+    assert cache.allocate(other, 12) is not None
+    assert cache.match_prefix(cache.open(ROOT), shared, 8).num_blocks == 1
+    cache.check_invariants()
+
+
 def test_content_computed_twice_is_cached_once_and_nothing_leaks() -> None:
     cache = PrefixCache(8, 4)
     ids = np.arange(12, dtype=np.uint32)
@@ -95,15 +128,50 @@ def test_content_computed_twice_is_cached_once_and_nothing_leaks() -> None:
     cache.check_invariants()
 
 
-def test_a_preempted_sequence_is_matched_again_without_hashing_anew() -> None:
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Tokens hashed and blocks looked up in the tree, of all caches."""
+    counted: Counter[str] = Counter()
+    look_up = PrefixTree.get
+
+    def hashing(parent: bytes, ids: TokenIds, block_size: int) -> list[bytes]:
+        counted["tokens"] += len(ids)
+        return hash_blocks(parent, ids, block_size)
+
+    def looking_up(tree: PrefixTree, block_hash: bytes) -> object:
+        counted["blocks"] += 1
+        return look_up(tree, block_hash)
+
+    monkeypatch.setattr(cache_module, "hash_blocks", hashing)
+    monkeypatch.setattr(PrefixTree, "get", looking_up)
+    return counted
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 64])
+def test_a_prompt_in_chunks_costs_what_it_costs_in_one(chunk: int, work: Counter[str]) -> None:
+    cache, ids = PrefixCache(64, 4), np.arange(256, dtype=np.uint32)
+    shared = compute(cache, ids[:64])
+    work.clear()
+    seq = cache.open(ROOT)
+    assert cache.match_prefix(seq, ids, 255).num_tokens == 64
+    # Up to the first block that is not there; the chain of hashes is made at once.
+    assert work == {"tokens": 252, "blocks": 17}
+    cache.free(shared)
+    for end in range(64 + chunk, 257, chunk):
+        assert cache.allocate(seq, end) is not None
+        cache.commit(seq, ids, end)
+    assert work == {"tokens": 256, "blocks": 17 + 48}, "each token is hashed once, each block entered once"
+
+
+def test_a_preempted_sequence_is_matched_again_without_hashing_anew(work: Counter[str]) -> None:
     cache = PrefixCache(8, 4)
     ids = np.arange(14, dtype=np.uint32)
     seq = compute(cache, ids)
-    chain = list(seq.hash_chain)
     cache.free(seq)
     cache.free(seq)
+    work.clear()
     assert cache.match_prefix(seq, ids, 13).num_blocks == 3
-    assert seq.hash_chain == chain
+    assert work["tokens"] == 0
     cache.check_invariants()
 
 
@@ -185,6 +253,33 @@ def test_adopted_blocks_can_be_matched_by_others() -> None:
     assert len(seq.hashes) == 2
     assert seq.num_cached_blocks == 0
     assert cache.match_prefix(cache.open(ROOT), ids, 13).num_blocks == 2
+
+
+def test_what_a_sequence_keeps_private_is_found_by_nobody_until_it_is_computed_again() -> None:
+    cache = PrefixCache(16, 4, num_snapshots=4, snapshot_interval_tokens=4)
+    ids = np.arange(24, dtype=np.uint32)
+    cache.free(compute(cache, ids[:8]))
+    cache.take_events()
+    seq = cache.open(ROOT)
+    assert cache.match_prefix(seq, ids, 23, need_snapshot=False).num_blocks == 2
+    assert cache.allocate(seq, 24) is not None
+    assert cache.store_snapshot(seq, 12) is not None
+    cache.keep_private(seq)
+    assert cache.store_snapshot(seq, 16) is None
+    cache.adopt(seq, 2, ids)
+    cache.commit(seq, ids, 24)
+    assert len(seq.hashes) == 6
+    assert cache.take_events() == []
+    other = cache.open(ROOT)
+    assert cache.match_prefix(other, ids, 24, need_snapshot=False).num_blocks == 2
+    cache.free(other)
+    cache.free(seq)
+    cache.check_invariants()
+    assert (cache.available_blocks, cache.used_snapshots) == (16, 0)
+    assert cache.match_prefix(seq, ids, 23, need_snapshot=False).num_blocks == 2
+    assert cache.allocate(seq, 24) is not None
+    cache.commit(seq, ids, 24)
+    assert cache.cached_depth(seq.hashes) == 6
 
 
 def test_a_match_after_allocation_is_refused() -> None:

@@ -1,5 +1,7 @@
 """A PrefixCache behaves as a naive model that recomputes everything from scratch, whatever is done to it."""
 
+from copy import deepcopy
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,8 +21,9 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 class Live:
     """A request of the model: `path` is what it has committed."""
 
-    def __init__(self, seq: CachedSequence, ids: list[int], generation: int) -> None:
+    def __init__(self, seq: CachedSequence, ids: list[int], generation: int, priority: int) -> None:
         self.seq, self.ids, self.generation = seq, np.array(ids, np.uint32), generation
+        self.priority = max(-1, min(priority, 1))
         self.path: list[bytes] = []
         self.matched = 0
 
@@ -30,12 +33,13 @@ class Live:
 
 
 class Model:
-    """Cached hashes with their parents; LRU stamps are (time of the last release, -depth)."""
+    """Cached hashes with their parents; LRU stamps are (priority, time of the last release, -depth)."""
 
     def __init__(self) -> None:
         self.parent: dict[bytes, bytes] = {}
         self.depth: dict[bytes, int] = {}
-        self.stamp: dict[bytes, tuple[int, int]] = {}
+        self.stamp: dict[bytes, tuple[int, int, int]] = {}
+        self.priority: dict[bytes, int] = {}
         self.live: list[Live] = []
         self.pins: dict[int, list[bytes]] = {}
         self.generation = 0
@@ -57,13 +61,19 @@ class Model:
         self.time += 1
         for block_hash in before - self.referenced():
             if block_hash in self.parent:
-                self.stamp[block_hash] = (self.time, -self.depth[block_hash])
+                self.stamp[block_hash] = (self.priority[block_hash], self.time, -self.depth[block_hash])
 
     def evict(self) -> bytes:
         victim = min(set(self.parent) - self.referenced(), key=lambda h: self.stamp[h])
         assert victim not in self.parent.values(), "only leaves may leave"
-        del self.parent[victim], self.depth[victim], self.stamp[victim]
+        del self.parent[victim], self.depth[victim], self.stamp[victim], self.priority[victim]
         return victim
+
+    def use(self, live: Live) -> None:
+        """What a request has matched or committed is worth at least what the request is."""
+        for block_hash in live.path:
+            if block_hash in self.parent and live.generation == self.generation:
+                self.priority[block_hash] = max(self.priority.get(block_hash, -1), live.priority)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -78,9 +88,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.content: dict[int, bytes] = {}
         self.next_pin = 0
 
-    @rule(target=requests, ids=prompts)
-    def open(self, ids: list[int]) -> Live:
-        live = Live(self.cache.open(ROOT), ids, self.model.generation)
+    @rule(target=requests, ids=prompts, priority=st.integers(-2, 2))
+    def open(self, ids: list[int], priority: int) -> Live:
+        live = Live(self.cache.open(ROOT, priority), ids, self.model.generation, priority)
         self.model.live.append(live)
         return live
 
@@ -95,6 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
             while live.matched < limit_blocks and live.chain[live.matched] in self.model.parent:
                 live.path.append(live.chain[live.matched])
                 live.matched += 1
+        self.model.use(live)
         result = self.cache.match_prefix(live.seq, live.ids, limit)
         assert result.num_blocks == live.matched == live.seq.num_cached_blocks
         for block_id, block_hash in zip(live.seq.block_ids, live.path, strict=True):
@@ -131,6 +142,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.model.parent[block_hash] = live.chain[index - 1] if index else b""
                 self.model.depth[block_hash] = index
                 self.content[live.seq.block_ids[index]] = block_hash
+        self.model.use(live)
         self.cache.commit(live.seq, live.ids, computed)
         assert live.seq.hashes == live.path
 
@@ -145,10 +157,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.stamp_released(before)
         self.cache.free(live.seq)
 
-    @rule(target=requests, ids=prompts, stay=st.booleans())
-    def serve(self, ids: list[int], stay: bool) -> Live:
+    @rule(target=requests, ids=prompts, priority=st.integers(-2, 2), stay=st.booleans())
+    def serve(self, ids: list[int], priority: int, stay: bool) -> Live:
         """A whole request at once, so that short sequences of steps reach pressure and sharing."""
-        live = self.open(ids)
+        live = self.open(ids, priority)
         self.match(live, len(ids) - 1)
         self.allocate(live, len(ids))
         self.commit(live, len(ids))
@@ -179,11 +191,23 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.stamp_released(before)
         self.cache.unpin(pin_id)
 
+    @rule(chosen=st.sets(st.integers(0, 20)))
+    def what_would_come_free(self, chosen: set[int]) -> None:
+        """As if all pins were over and these sequences freed; asked of the cache as it is, done to a copy of it."""
+        leaving = [live.seq for index, live in enumerate(self.model.live) if index in chosen]
+        cache, copies = deepcopy((self.cache, leaving))
+        for seq in copies:
+            cache.free(seq)
+        for pin_id in self.model.pins:
+            cache.unpin(pin_id)
+        for wanted in range(NUM_BLOCKS + 2):
+            assert self.cache.comes_free(leaving, wanted) == (wanted <= cache.available_blocks)
+
     @rule()
     def reset(self) -> None:
         assert self.cache.reset() == len(self.model.parent)
         self.model.generation += 1
-        self.model.parent, self.model.depth, self.model.stamp = {}, {}, {}
+        self.model.parent, self.model.depth, self.model.stamp, self.model.priority = {}, {}, {}, {}
 
     @invariant()
     def agrees(self) -> None:

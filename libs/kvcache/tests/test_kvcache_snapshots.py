@@ -1,10 +1,12 @@
 """Models with per-sequence state reuse a prefix only where a snapshot of that state exists."""
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tidemill_kvcache.cache import PrefixCache
 from tidemill_kvcache.hashing import chain_root
-from tidemill_kvcache.runs import StoredRun
+from tidemill_kvcache.runs import CacheEvent, Cleared, RemovedRun, StoredRun
 from tidemill_kvcache.sequence import CachedSequence
 
 ROOT = chain_root(b"model", b"")
@@ -161,3 +163,51 @@ def test_a_reset_does_not_lose_snapshots() -> None:
     cache.free(seq)
     cache.check_invariants()
     assert cache.free_blocks == 16
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 9)), min_size=5, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_events_tell_of_each_snapshot_that_comes_and_goes(steps: list[tuple[int, int, int]]) -> None:
+    """Prompts that share beginnings meet too few blocks and snapshots; what was told is what the cache has."""
+    cache, blocks, snapshots = make(num_snapshots=3, num_blocks=12), set[bytes](), set[bytes]()
+    live: list[CachedSequence] = []
+    for prompt, num_blocks, choice in steps:
+        ids = np.concatenate((IDS[: 4 * (prompt % 3) * 2], IDS + 100 * prompt))[: 4 * num_blocks]
+        if choice == 0:
+            cache.reset()
+        elif choice < 4 and live:
+            cache.free(live.pop(prompt % len(live)))
+        else:
+            seq = cache.open(ROOT)
+            start = cache.match_prefix(seq, ids, len(ids)).num_tokens
+            if cache.allocate(seq, len(ids)) is None:
+                cache.free(seq)
+                continue
+            live.append(seq)
+            for boundary in range(start // 8 * 8 + 8, len(ids) + 1, 8):
+                if boundary // 4 % 3 != choice % 3:
+                    cache.store_snapshot(seq, boundary)
+                cache.commit(seq, ids, boundary)
+            cache.commit(seq, ids, len(ids))
+        follow(cache.take_events(), blocks, snapshots)
+        held = [pair for run in cache.snapshot_blocks() for pair in zip(run.hashes, run.has_snapshot, strict=True)]
+        assert blocks == {block_hash for block_hash, _ in held}
+        assert snapshots == {block_hash for block_hash, has_snapshot in held if has_snapshot}
+        cache.check_invariants()
+
+
+def follow(events: list[CacheEvent], blocks: set[bytes], snapshots: set[bytes]) -> None:
+    """What a mirror does with events."""
+    for event in events:
+        if isinstance(event, Cleared):
+            blocks.clear()
+            snapshots.clear()
+        elif isinstance(event, StoredRun):
+            blocks.update(event.hashes)
+            snapshots.update(h for h, has in zip(event.hashes, event.has_snapshot, strict=True) if has)
+        elif isinstance(event, RemovedRun):
+            blocks.difference_update(event.hashes)
+            snapshots.difference_update(event.hashes)
+        else:
+            assert snapshots.issuperset(event.hashes), "a snapshot left that was never told of, or twice"
+            snapshots.difference_update(event.hashes)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -9,10 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from tidemill_local import processes
+from tidemill_local import ports, processes
 from tidemill_local.processes import ProcessRecord
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+# Its first thread ends alone, by the system call; the other one listens until it is killed.
+HALF_ENDED = [
+    sys.executable,
+    "-c",
+    """
+import ctypes, os, socket, threading, time
+listener = socket.create_server(("127.0.0.1", 0))
+def rest():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    print("up at", listener.getsockname()[1], flush=True)
+    time.sleep(600)
+threading.Thread(target=rest).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+""",
+]
 STUBBORN = [
     sys.executable,
     "-c",
@@ -35,7 +52,7 @@ def started(tmp_path: Path):
     yield start
     for record in records:
         processes.kill(record)
-        processes.wait_gone(record, 10)
+        processes.wait_gone(record, 120)
 
 
 def test_a_started_process_is_found_again_by_its_pid_file(started, tmp_path):
@@ -60,10 +77,21 @@ def test_a_process_of_the_same_pid_but_another_start_is_never_touched(started):
     assert processes.alive(record)
 
 
+def test_a_process_is_gone_once_its_last_thread_is_and_its_port_is_free(started):
+    record = started("a", HALF_ENDED)
+    port = int(processes.log_tail(record).split()[-1])
+    assert ports.is_listening("127.0.0.1", port)
+    assert processes.alive(record)
+    processes.kill(record)
+    assert processes.wait_gone(record, 120)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
 def test_stop_ends_it_and_removes_what_it_left(started, tmp_path):
     record = started("a", SLEEPER)
     (tmp_path / "run" / "a.json").write_text("{}")
-    assert processes.stop(record, run_dir=tmp_path / "run", grace_s=30)
+    assert processes.stop(record, run_dir=tmp_path / "run", grace_s=300)
     assert not processes.alive(record)
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -78,7 +106,7 @@ def test_kill_takes_the_children_of_its_session_along(started):
     record = started("a", [sys.executable, "-c", f"import subprocess; print(subprocess.run({SLEEPER!r}))"])
     children = Path(f"/proc/{record.pid}/task/{record.pid}/children").read_text().split()
     processes.kill(record)
-    assert processes.wait_gone(record, 10)
+    assert processes.wait_gone(record, 120)
     while any((found := processes.stat(int(child))) and not found.dead for child in children):
         time.sleep(0.01)
     assert children
@@ -86,7 +114,7 @@ def test_kill_takes_the_children_of_its_session_along(started):
 
 def test_forget_leaves_the_files_of_a_newer_process(started, tmp_path):
     old = started("a", [sys.executable, "-c", "print('up')"])
-    processes.wait_gone(old, 10)
+    processes.wait_gone(old, 120)
     new = started("a", SLEEPER)
     processes.forget(old, tmp_path / "run")
     assert processes.read(tmp_path / "run", "a") == new
@@ -94,7 +122,7 @@ def test_forget_leaves_the_files_of_a_newer_process(started, tmp_path):
 
 def test_a_dead_child_that_nobody_waited_for_is_not_alive(started):
     record = started("a", [sys.executable, "-c", "pass"])
-    assert processes.wait_gone(record, 10)
+    assert processes.wait_gone(record, 120)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "a"}', "null"])
@@ -103,7 +131,21 @@ def test_a_damaged_pid_file_is_no_process(tmp_path, text):
     assert processes.read_all(tmp_path) == []
 
 
+def test_log_tail_gives_nothing_of_earlier_processes_of_the_name(started, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_text("what went wrong before\n")
+    assert processes.log_tail(started("a", SLEEPER)) == "up"
+
+
 def test_log_tail_gives_the_last_lines(started):
     record = started("a", [sys.executable, "-c", "print('up'); print(*range(100), sep='\\n')"])
-    processes.wait_gone(record, 10)
+    processes.wait_gone(record, 120)
     assert processes.log_tail(record, 2) == "98\n99"
+
+
+def test_the_age_of_a_process_does_not_depend_on_the_wall_clock(started):
+    before = time.monotonic()
+    record = replace(started("a", SLEEPER), started_unix_s=0.0)
+    first = processes.age_s(record)
+    assert 0 <= first <= time.monotonic() - before + 0.1, "in ticks of a hundredth of a second"
+    assert processes.age_s(record) >= first

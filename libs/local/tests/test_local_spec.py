@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill_local.cli import parse_settings
+from tidemill_local.cli import parse_settings, parser
 from tidemill_local.cluster import ClusterError, LocalCluster, load_spec, service_of, stop_stage
 from tidemill_local.home import Home
 from tidemill_local.spec import Addresses, ClusterSpec, service_argv, worker_templates
@@ -81,3 +81,29 @@ def test_set_takes_service_setting_and_value():
     }
     with pytest.raises(ClusterError, match=r"SERVICE\.SETTING=VALUE"):
         parse_settings(["decode=2"])
+
+
+def test_set_names_the_services_there_are():
+    with pytest.raises(ClusterError, match=r"no service 'decod', only all, router"):
+        parse_settings(["decod.tp_size=2"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--http-port", "65536"), ("--grpc-port", "-1"), ("--http-port", "http"), ("--decode", "0"), ("--prefill", "-1")],
+)
+def test_ports_and_counts_that_cannot_be_are_refused_by_option(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["up", *arguments])
+    said = capsys.readouterr().err
+    assert arguments[0] in said
+    assert arguments[1] in said
+
+
+def test_by_default_a_cluster_listens_on_loopback_at_the_ports_that_the_readme_names(monkeypatch):
+    for name in ("HTTP_PORT", "GRPC_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    options = parser().parse_args(["up"])
+    assert (options.http_port, options.grpc_port, ClusterSpec(model="m").host) == (8000, 50051, "127.0.0.1")
+    monkeypatch.setenv("HTTP_PORT", "81")
+    assert parser().parse_args(["up"]).http_port == 81

@@ -19,18 +19,13 @@ from typing import Any
 import pytest
 import structlog
 
+from tidemill_local.ports import free_port
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.metrics import Metrics
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-START_S = 30.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# Against hangs only.
+START_S = 300.0
 
 
 @dataclass
@@ -106,6 +101,26 @@ def run_server(name: str, folder: Path) -> Iterator[LocalServer]:
 
 
 @pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An authority and one certificate for localhost, named worker-1, made by openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    folder = tmp_path_factory.mktemp("certificates")
+    names = {name: str(folder / name) for name in ("ca.pem", "ca.key", "cert.pem", "cert.key", "cert.csr")}
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *curve, "-subj", "/CN=ca", "-keyout", names["ca.key"], "-out", names["ca.pem"])
+    openssl("req", *curve, "-subj", "/CN=worker-1", "-keyout", names["cert.key"], "-out", names["cert.csr"])
+    (folder / "extension").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    signed = ["-CA", names["ca.pem"], "-CAkey", names["ca.key"], "-CAcreateserial", "-out", names["cert.pem"]]
+    openssl("x509", "-req", "-in", names["cert.csr"], *signed, "-extfile", str(folder / "extension"))
+    return {"tls_cert": names["cert.pem"], "tls_key": names["cert.key"], "tls_ca": names["ca.pem"]}
+
+
+@pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """An etcd that no test may harm; tests keep apart by their mesh name."""
     yield from run_server("etcd", tmp_path_factory.mktemp("etcd"))
@@ -137,11 +152,15 @@ def dead_address() -> str:
 
 @pytest.fixture
 def mesh_settings(request: pytest.FixtureRequest) -> Callable[..., ServiceSettings]:
-    """Makes settings with a mesh name of the test's own and a short liveness."""
+    """Makes settings with a mesh name of the test's own.
+
+    Tests in which a loss is to be noticed say liveness_s=SHORT_S; to the others nothing may be lost by a machine that
+    runs one side, or both, seconds later.
+    """
     mesh = "".join(letter if letter.isalnum() else "-" for letter in request.node.name.lower())[:60]
 
     def make(**changes: Any) -> ServiceSettings:
-        values = {"mesh": mesh, "liveness_s": 0.6, "etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:1", **changes}
+        values = {"mesh": mesh, "liveness_s": 30.0, "etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:1", **changes}
         return ServiceSettings(**values)
 
     return make

@@ -7,7 +7,8 @@ import subprocess
 import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,20 @@ import pytest
 from tidemill.mesh.v1 import membership_pb2
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.membership import InstanceView, Membership
+from tidemill_mesh.membership import view as view_module
 from tidemill_mesh.membership.etcd import EtcdClient, LeaseClient, prefix_end
 from tidemill_mesh.membership.registration import instances_prefix, lease_ttl_s
+from tidemill_mesh.tasks import wait_up_to
 
 SettingsMaker = Callable[..., ServiceSettings]
 Eventually = Callable[[Callable[[], object]], Awaitable[None]]
 Record = membership_pb2.MembershipRecord
+SHORT_S = 0.6
+"""Of silence that is noticed as a loss; a lease lasts 5 s then."""
+RESTART_S = 3.0
+"""For what has to find a server again soon, and keeps its lease meanwhile."""
+AUDIT_S = 2.0
+"""Between two looks at whether a watch tells of all, where each silence is looked into."""
 
 
 def record(instance: str = "prefill-1", role: int = membership_pb2.ROLE_PREFILL, **fields: Any) -> Record:
@@ -158,7 +167,7 @@ async def test_records_that_cannot_be_read_are_skipped_and_newer_fields_ignored(
 async def test_a_lost_lease_gives_a_new_incarnation_that_registers_by_itself(
     etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
-    async with Side(mesh_settings(etcd=etcd.address)) as side:
+    async with Side(mesh_settings(etcd=etcd.address, liveness_s=RESTART_S)) as side:
         registration = await side.membership.register(record())
         first, told = registration.incarnation, []
         registration.on_new_incarnation.append(told.append)
@@ -166,8 +175,9 @@ async def test_a_lost_lease_gives_a_new_incarnation_that_registers_by_itself(
         client = LeaseClient(side.settings)
         await asyncio.to_thread(client.revoke, side.membership._keeper.lease, 5.0)
         client.close()
-        await eventually(lambda: not side.view.records)
-        await eventually(lambda: side.view.records)
+        # As it is told: between two looks it may be gone and back.
+        await eventually(lambda: len(side.changes) == 3)
+        assert [new is not None for _old, new in side.changes] == [True, False, True]
         assert registration.incarnation != first
         assert told == [registration.incarnation]
         assert side.view.records["prefill-1"].incarnation == registration.incarnation
@@ -176,13 +186,14 @@ async def test_a_lost_lease_gives_a_new_incarnation_that_registers_by_itself(
 async def test_a_record_that_somebody_deleted_comes_back(
     etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
-    async with Side(mesh_settings(etcd=etcd.address)) as side:
+    async with Side(mesh_settings(etcd=etcd.address, liveness_s=SHORT_S)) as side:
         registration = await side.membership.register(record())
         incarnation = registration.incarnation
         await eventually(lambda: side.view.records)
         etcdctl(etcd, "del", registration.key)
-        await eventually(lambda: not side.view.records)
-        await eventually(lambda: side.view.records)
+        # As it is told: between two looks it may be gone and back.
+        await eventually(lambda: len(side.changes) == 3)
+        assert [new is not None for _old, new in side.changes] == [True, False, True]
         assert side.view.records["prefill-1"].incarnation == incarnation
 
 
@@ -201,7 +212,7 @@ async def test_a_successor_of_the_same_id_is_not_taken_out_by_its_predecessors_e
 async def test_a_blocked_event_loop_keeps_its_membership(
     etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
-    settings = mesh_settings(etcd=etcd.address)
+    settings = mesh_settings(etcd=etcd.address, liveness_s=SHORT_S)
     async with Side(settings) as side:
         registration = await side.membership.register(record())
         await eventually(lambda: side.view.records)
@@ -217,7 +228,7 @@ async def test_it_starts_before_etcd_and_registers_when_it_comes(
     own_etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
     own_etcd.stop()
-    async with Side(mesh_settings(etcd=own_etcd.address)) as side:
+    async with Side(mesh_settings(etcd=own_etcd.address, liveness_s=SHORT_S)) as side:
         registration = await side.membership.register(record())
         assert not side.view.connected
         await registration.update(record(draining=True))
@@ -229,7 +240,7 @@ async def test_it_starts_before_etcd_and_registers_when_it_comes(
 async def test_a_killed_etcd_leaves_the_last_view_and_nothing_is_missed_or_repeated(
     own_etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
-    async with Side(mesh_settings(etcd=own_etcd.address)) as side:
+    async with Side(mesh_settings(etcd=own_etcd.address, liveness_s=RESTART_S)) as side:
         registration = await side.membership.register(record())
         await eventually(lambda: side.view.records)
         incarnation, threads = registration.incarnation, 0
@@ -241,7 +252,8 @@ async def test_a_killed_etcd_leaves_the_last_view_and_nothing_is_missed_or_repea
             etcdctl(own_etcd, "put", f"{side.view._prefix}decode/d-{life}", f'{{"instance": "d-{life}"}}')
             await eventually(lambda life=life: side.view.connected and f"d-{life}" in side.view.records)
             threads = threads or threading.active_count()
-            assert threading.active_count() <= threads
+            # A call in progress has one of its own.
+            await eventually(lambda threads=threads: threading.active_count() <= threads)
         assert registration.incarnation == incarnation
         assert len(side.changes) == 3
 
@@ -249,7 +261,7 @@ async def test_a_killed_etcd_leaves_the_last_view_and_nothing_is_missed_or_repea
 async def test_a_frozen_etcd_is_noticed_and_the_view_goes_on_when_it_thaws(
     own_etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
-    async with Side(mesh_settings(etcd=own_etcd.address)) as side:
+    async with Side(mesh_settings(etcd=own_etcd.address, liveness_s=SHORT_S)) as side:
         await side.membership.register(record())
         await eventually(lambda: side.view.records)
         own_etcd.send(signal.SIGSTOP)
@@ -266,7 +278,7 @@ async def test_a_frozen_etcd_is_noticed_and_the_view_goes_on_when_it_thaws(
 async def test_a_view_behind_etcds_compacted_history_lists_again(
     own_etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = mesh_settings(etcd=own_etcd.address)
+    settings = mesh_settings(etcd=own_etcd.address, liveness_s=RESTART_S)
     async with Side(settings) as side:
         prefix = side.view._prefix
         for name in ("d-1", "d-2"):
@@ -296,6 +308,96 @@ async def test_a_view_behind_etcds_compacted_history_lists_again(
         assert "listing again" in logged.out + logged.err
 
 
+async def test_a_watch_that_goes_blind_is_found_out_and_begun_again(
+    etcd: Any,
+    mesh_settings: SettingsMaker,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    watch, calls = EtcdClient.watch, count(1)
+
+    async def first_is_blind(client: EtcdClient, prefix: str, start_revision: int) -> AsyncGenerator[list[Any], None]:
+        blind = next(calls) == 1
+        async for changes in watch(client, prefix, start_revision):
+            yield changes
+            if blind:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(EtcdClient, "watch", first_is_blind)
+    monkeypatch.setattr(view_module, "AUDIT_LIVENESSES", 1)
+    async with Side(mesh_settings(etcd=etcd.address, liveness_s=AUDIT_S)) as side:
+        await side.membership.register(record())
+        await eventually(lambda: "prefill-1" in side.view.records)
+        assert next(calls) == 3
+        etcdctl(etcd, "put", f"{side.view._prefix}decode/d-1", '{"instance": "d-1"}')
+        await eventually(lambda: "d-1" in side.view.records)
+        etcdctl(etcd, "del", f"{side.view._prefix}decode/d-1")
+        await eventually(lambda: "d-1" not in side.view.records)
+    logged = capsys.readouterr()
+    assert "watch of the mesh is blind" in logged.out + logged.err
+
+
+async def test_a_silent_mesh_is_no_blind_watch(
+    etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_module, "AUDIT_LIVENESSES", 1)
+    async with Side(mesh_settings(etcd=etcd.address, liveness_s=AUDIT_S)) as side:
+        client = side.view._client
+        assert client is not None
+        await side.membership.register(record())
+        etcdctl(etcd, "put", f"{side.view._prefix}decode/unreadable", "nonsense")
+        await eventually(lambda: len(side.view._changed_at) == 2)
+        listed, audits = client.list_keys, client.changed_at
+        asked = list[str]()
+
+        async def audited(prefix: str) -> dict[str, int]:
+            asked.append("audit")
+            return await audits(prefix)
+
+        async def relisted(prefix: str) -> Any:
+            asked.append("list")
+            return await listed(prefix)
+
+        client.changed_at, client.list_keys = audited, relisted  # type: ignore[method-assign]
+        await eventually(lambda: len(asked) >= 3)
+        assert set(asked) == {"audit"}
+
+
+async def test_a_record_that_comes_right_when_the_time_is_over_is_written(
+    etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def over_first(event: asyncio.Event, timeout_s: float) -> bool:
+        await wait_up_to(event, timeout_s)
+        return False
+
+    monkeypatch.setattr("tidemill_mesh.membership.registration.wait_up_to", over_first)
+    async with Side(mesh_settings(etcd=etcd.address)) as side:
+        await side.membership.register(record())
+        await eventually(lambda: "prefill-1" in side.view.records)
+
+
+async def test_a_failing_renewal_does_not_end_the_lease_thread(
+    etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew, failures = LeaseClient.keep_alive, list[int]()
+
+    def failing(client: LeaseClient, lease: int, timeout_s: float) -> float:
+        if not failures:
+            failures.append(lease)
+            raise StopIteration
+        return renew(client, lease, timeout_s)
+
+    monkeypatch.setattr(LeaseClient, "keep_alive", failing)
+    async with Side(mesh_settings(etcd=etcd.address, liveness_s=SHORT_S)) as side:
+        registration = await side.membership.register(record())
+        incarnation = registration.incarnation
+        side.membership._keeper.check_now()
+        await eventually(lambda: failures)
+        await asyncio.sleep(lease_ttl_s(side.settings.liveness_s) + 1)
+        assert incarnation in etcdctl(etcd, "get", registration.key)
+
+
 async def revision_of(settings: ServiceSettings) -> int:
     client = EtcdClient(settings)
     listing = await client.head("/")
@@ -306,7 +408,7 @@ async def revision_of(settings: ServiceSettings) -> int:
 async def test_an_etcd_that_lost_its_data_is_listed_again_and_registered_in_again(
     own_etcd: Any, mesh_settings: SettingsMaker, eventually: Eventually
 ) -> None:
-    async with Side(mesh_settings(etcd=own_etcd.address)) as side:
+    async with Side(mesh_settings(etcd=own_etcd.address, liveness_s=RESTART_S)) as side:
         etcdctl(own_etcd, "put", f"{side.view._prefix}decode/gone", '{"instance": "gone"}')
         registration = await side.membership.register(record())
         first = registration.incarnation
@@ -320,14 +422,14 @@ async def test_an_etcd_that_lost_its_data_is_listed_again_and_registered_in_agai
 
 
 async def test_etcd_away_at_the_end_does_not_hold_the_process(own_etcd: Any, mesh_settings: SettingsMaker) -> None:
-    async with Side(mesh_settings(etcd=own_etcd.address)) as side:
+    async with Side(mesh_settings(etcd=own_etcd.address, liveness_s=SHORT_S)) as side:
         await side.membership.register(record())
         own_etcd.send(signal.SIGSTOP)
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
 async def test_while_etcd_is_away_nothing_spins(dead_address: str, mesh_settings: SettingsMaker) -> None:
-    async with Side(mesh_settings(etcd=dead_address)):
+    async with Side(mesh_settings(etcd=dead_address, liveness_s=SHORT_S)):
         before = time.process_time()
         await asyncio.sleep(2.0)
         assert time.process_time() - before < 1.0
@@ -347,7 +449,7 @@ async def test_a_guarded_etcd_takes_the_login_and_outlives_its_token(
     etcdctl(own_etcd, "user", "add", "root:secret")
     etcdctl(own_etcd, "user", "grant-role", "root", "root")
     etcdctl(own_etcd, "auth", "enable")
-    settings = mesh_settings(etcd=own_etcd.address, etcd_user="root", etcd_password="secret")
+    settings = mesh_settings(etcd=own_etcd.address, etcd_user="root", etcd_password="secret", liveness_s=RESTART_S)
     async with Side(settings) as side:
         registration = await side.membership.register(record())
         await eventually(lambda: side.view.connected and side.view.records)

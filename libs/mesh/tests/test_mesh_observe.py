@@ -1,13 +1,16 @@
 """Logs and metrics: their form, their names and their limits."""
 
+import io
 import json
 import logging
+import sys
 
 import pytest
 import structlog
 
 from tidemill_mesh import log
 from tidemill_mesh.metrics import Metrics
+from tidemill_mesh.plain_log import PlainRenderer
 
 pytestmark = pytest.mark.usefixtures("restored_logging")
 
@@ -23,6 +26,29 @@ def test_json_lines_carry_who_when_and_the_request(capsys: pytest.CaptureFixture
     assert expected.items() <= entry.items()
     assert entry["request_id"] == "r-1"
     assert entry["timestamp"].endswith("Z")
+
+
+class Writes(io.StringIO):
+    """Keeps each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.made.append(text)
+        return len(text)
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_line_is_one_write_so_that_processes_may_share_a_file(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Writes()
+    monkeypatch.setattr(sys, "stderr", written)
+    log.configure(form, "info", "prefill", "prefill-1")
+    structlog.get_logger().info("model loaded", name="x")
+    structlog.get_logger().warning("slow")
+    assert [text.count("\n") for text in written.made] == [1, 1]
+    assert all(text.endswith("\n") for text in written.made)
 
 
 def test_console_lines_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +76,29 @@ def test_an_exception_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) ->
     except ValueError:
         structlog.get_logger().exception("failed")
     assert "ValueError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("form", "terminal"), [("json", False), ("console", False), ("console", True)])
+def test_a_traceback_shows_what_failed_and_none_of_the_values_at_hand(
+    form: str, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handle(headers: dict[str, str], prompt: str) -> None:
+        raise RuntimeError(f"odd, with {len(headers)} headers and {len(prompt)} letters")
+
+    # Made at run time: a traceback does show the lines of the source.
+    key, prompt = "-".join(("sk", "secret")), " ".join(("my", "private", "prompt"))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    log.configure(form, "info", "gateway", "gateway-1")
+    for method in (structlog.get_logger().exception, logging.getLogger("asyncio").exception):
+        try:
+            handle({"authorization": f"Bearer {key}"}, prompt)
+        except RuntimeError:
+            method("failed")
+        written = capsys.readouterr().err
+        for shown in ("failed", "RuntimeError", "odd, with 1 headers", "handle"):
+            assert shown in written
+        for secret in (key, prompt):
+            assert secret not in written
 
 
 def test_a_rate_limit_passes_one_each_interval_and_counts_the_rest() -> None:
@@ -83,3 +132,20 @@ def test_a_name_cannot_be_two_kinds() -> None:
     metrics.counter("reads_total", "Reads.")
     with pytest.raises(AssertionError, match="another kind"):
         metrics.gauge("reads_total", "Reads.")
+
+
+def test_plain_lines_are_what_structlogs_console_renderer_writes() -> None:
+    plain, console = PlainRenderer(), structlog.dev.ConsoleRenderer(colors=False)
+    several: tuple[dict[str, object], ...] = (
+        {},
+        {"b": "two words", "a": 1.5, "c": None, "d": "x=y", "e": "plain", "f": [1], "g": "it's"},
+    )
+    for fields in several:
+        event = {"timestamp": "2026-01-01T00:00:00Z", "level": "info", "event": "request ended", **fields}
+        assert plain(None, "info", dict(event)).split() == console(None, "info", dict(event)).split()
+
+
+def test_plain_lines_carry_tracebacks() -> None:
+    line = PlainRenderer()(None, "error", {"event": "failed", "level": "error", "exc_info": ValueError("odd")})
+    assert "failed" in line
+    assert "ValueError: odd" in line

@@ -2,11 +2,8 @@
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -77,6 +74,73 @@ async def test_health_follows_set_serving_for_the_process_and_each_service(mesh_
         await channel.close()
 
 
+async def read_until(watch: Any, status: int) -> None:
+    """Reads a Watch up to a status; the statuses between two may be left out."""
+    while (answer := await watch.read()) is not grpc.aio.EOF:
+        if answer.status == status:
+            return
+    raise AssertionError("the watch ended before")
+
+
+async def test_a_watcher_that_leaves_takes_nothing_from_the_others(mesh_settings: SettingsMaker) -> None:
+    settings = mesh_settings()
+    async with serve_grpc(settings, servicers(Worker())) as server:
+        server.set_serving(True)
+        channel = connect(server.endpoint, settings)
+        stub = health_pb2_grpc.HealthStub(channel)
+        leaving, staying = (stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2))
+        for watch in (leaving, staying):
+            await read_until(watch, health_pb2.HealthCheckResponse.SERVING)
+        leaving.cancel()
+        # Goes the same way as the cancellation, after it.
+        await stub.Check(health_pb2.HealthCheckRequest())
+        server.set_serving(False)
+        async with asyncio.timeout(60.0):
+            await read_until(staying, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await channel.close()
+
+
+async def test_a_stop_tells_those_who_watch_and_does_not_wait_for_them(mesh_settings: SettingsMaker) -> None:
+    settings = mesh_settings()
+    async with serve_grpc(settings, servicers(Worker())) as server:
+        server.set_serving(True)
+        channel = connect(server.endpoint, settings)
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", NAME)]
+        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="no.such.Service"))
+        for watch in watches:
+            await read_until(watch, health_pb2.HealthCheckResponse.SERVING)
+        await read_until(unknown, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        async with asyncio.timeout(60.0):
+            await server.stop(600.0)
+        for watch in watches:
+            await read_until(watch, health_pb2.HealthCheckResponse.NOT_SERVING)
+            assert await watch.read() is grpc.aio.EOF
+            assert await watch.code() == grpc.StatusCode.OK
+        assert await unknown.read() is grpc.aio.EOF
+        server.set_serving(True)
+        late = await server.health.Check(health_pb2.HealthCheckRequest(), None)  # type: ignore[arg-type]
+        assert late.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await channel.close()
+
+
+async def test_a_service_that_is_not_here_is_unknown_to_health(mesh_settings: SettingsMaker) -> None:
+    settings = mesh_settings()
+    async with serve_grpc(settings, servicers(Worker())) as server:
+        channel = connect(server.endpoint, settings)
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="no.such.Service")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.Check(request)
+        assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+        watch = stub.Watch(request)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        server.set_serving(True)
+        await stub.Check(health_pb2.HealthCheckRequest())
+        assert not watch.done()
+        await channel.close()
+
+
 async def test_a_server_that_stops_says_so_lets_calls_finish_and_refuses_new_ones(mesh_settings: SettingsMaker) -> None:
     settings = mesh_settings()
     async with serve_grpc(settings, servicers(Worker())) as server:
@@ -107,12 +171,12 @@ async def test_reflection_lists_the_services(mesh_settings: SettingsMaker) -> No
 
 
 async def test_a_quiet_stream_outlives_many_pings(mesh_settings: SettingsMaker) -> None:
-    settings = mesh_settings(liveness_s=0.5)
+    settings = mesh_settings(liveness_s=1.0)
     async with serve_grpc(settings, servicers(Worker())) as server:
         channel = connect(server.endpoint, settings)
         call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
         assert await ping(call)
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(4.5)
         assert await ping(call)
         call.cancel()
         await channel.close()
@@ -162,7 +226,7 @@ async def first_line(process: asyncio.subprocess.Process) -> str:
 
 async def test_a_frozen_server_ends_the_callers_stream(mesh_settings: SettingsMaker, child: Child) -> None:
     process = await child(FROZEN_SERVER)
-    channel = connect(await first_line(process), mesh_settings())
+    channel = connect(await first_line(process), mesh_settings(liveness_s=0.6))
     call = worker_pb2_grpc.WorkerServiceStub(channel).Connect()
     assert await ping(call)
     os.kill(process.pid, signal.SIGSTOP)
@@ -174,7 +238,7 @@ async def test_a_frozen_server_ends_the_callers_stream(mesh_settings: SettingsMa
 
 async def test_a_frozen_client_ends_its_call_in_the_server(mesh_settings: SettingsMaker, child: Child) -> None:
     worker = Worker()
-    async with serve_grpc(mesh_settings(), servicers(worker)) as server:
+    async with serve_grpc(mesh_settings(liveness_s=0.6), servicers(worker)) as server:
         process = await child(FROZEN_CLIENT, server.endpoint)
         assert await first_line(process) == "connected"
         os.kill(process.pid, signal.SIGSTOP)
@@ -215,32 +279,17 @@ async def test_half_a_tls_pair_is_refused(mesh_settings: SettingsMaker) -> None:
             pass
 
 
-def certificates(folder: Path) -> dict[str, str]:
-    """An authority and one certificate for localhost, named worker-1, made by openssl."""
-    names = {name: str(folder / name) for name in ("ca.pem", "ca.key", "cert.pem", "cert.key", "cert.csr")}
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True)
-
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *curve, "-subj", "/CN=ca", "-keyout", names["ca.key"], "-out", names["ca.pem"])
-    openssl("req", *curve, "-subj", "/CN=worker-1", "-keyout", names["cert.key"], "-out", names["cert.csr"])
-    (folder / "extension").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    signed = ["-CA", names["ca.pem"], "-CAkey", names["ca.key"], "-CAcreateserial", "-out", names["cert.pem"]]
-    openssl("x509", "-req", "-in", names["cert.csr"], *signed, "-extfile", str(folder / "extension"))
-    return {"tls_cert": names["cert.pem"], "tls_key": names["cert.key"], "tls_ca": names["ca.pem"]}
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-async def test_mutual_tls_proves_who_calls_and_refuses_who_cannot(mesh_settings: SettingsMaker, tmp_path: Path) -> None:
-    files, worker = certificates(tmp_path), Worker()
-    settings = mesh_settings(**files)
+async def test_mutual_tls_proves_who_calls_and_refuses_who_cannot(
+    mesh_settings: SettingsMaker, certificates: dict[str, str]
+) -> None:
+    worker = Worker()
+    settings = mesh_settings(**certificates)
     async with serve_grpc(settings, servicers(worker)) as server:
         channels = Channels(settings)
         assert await ping(worker_pb2_grpc.WorkerServiceStub(channels.get(server.endpoint)).Connect())
         assert worker.identity == "worker-1"
         await channels.close()
-        for stranger in (mesh_settings(), mesh_settings(tls_ca=files["tls_ca"])):
+        for stranger in (mesh_settings(), mesh_settings(tls_ca=certificates["tls_ca"])):
             channel = connect(server.endpoint, stranger)
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await ping(worker_pb2_grpc.WorkerServiceStub(channel).Connect())

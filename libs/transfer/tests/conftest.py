@@ -46,7 +46,7 @@ class Peer:
 
     def ask(self, op: str, **fields: Any) -> "asyncio.Future[dict[str, Any]]":
         assert self.process.stdin is not None
-        command = {"id": next(self._ids), "op": op, "deadline_s": 20.0, **fields}
+        command = {"id": next(self._ids), "op": op, "deadline_s": 120.0, **fields}
         answer: Future[dict[str, Any]] = Future()
         self._answers[command["id"]] = answer
         self.process.stdin.write(json.dumps(command) + "\n")

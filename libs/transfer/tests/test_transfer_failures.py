@@ -1,6 +1,7 @@
 """Peers that die, freeze, restart or talk nonsense: every operation ends with an error, and the next one works."""
 
 import asyncio
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def exchange(pattern):
         tag = new_tag()
         peer.ask("send", peer=agent.address, tag=tag, size=MIB)
         out = np.zeros(MIB, np.uint8)
-        await agent.recv(peer.address, tag, out, 20.0)
+        await agent.recv(peer.address, tag, out, 120.0)
         assert (out == pattern(tag, MIB)).all()
 
     return run
@@ -89,8 +90,40 @@ async def test_a_frozen_peer_fails_at_the_deadline_and_serves_again_when_it_thaw
     out[:] = 0
     assert agent.holds["requests"] == 0
     own_peer.signal(signal.SIGCONT)
-    await exchange(agent, own_peer)
+    async with asyncio.timeout(60.0):
+        # The peer finds only by and by that what it had begun has ended.
+        while (outcome := await outcome_of(asyncio.ensure_future(exchange(agent, own_peer)))) != "done":
+            assert outcome == "peer_lost"
+            await asyncio.sleep(0.1)
     assert not out.any()
+
+
+async def test_a_peer_killed_before_it_accepts_costs_the_sender_that_message_only(start_peer, exchange, agent):
+    sender, receiver = start_peer(), start_peer()
+    receiver.ask("recv", peer=sender.address, tag=new_tag(), size=MIB)
+    while not (await sender.ask("holds"))["holds"]["links"]:
+        pass
+    receiver.signal(signal.SIGSTOP)
+    sending = sender.ask("send", peer=receiver.address, tag=new_tag(), size=MIB)
+    await sender.ask("holds")  # the sender has worked on since, so it connects
+    receiver.kill()
+    assert (await sending)["error"] == "peer_lost"
+    await exchange(agent, sender)
+
+
+@pytest.mark.full
+async def test_receivers_that_close_at_any_moment_cost_a_sender_nothing_but_errors(transport, own_peer):
+    for round_ in range(60):
+        agent = await open_agent(transport, "127.0.0.1")
+        waiting = asyncio.create_task(agent.recv(own_peer.address, new_tag(), np.zeros(9, np.uint8), 120.0))
+        answers = [own_peer.ask("send", peer=agent.address, tag=new_tag(), size=size) for size in (9, MIB, MIB)]
+        await asyncio.sleep(round_ % 20 / 1000)
+        await agent.close()
+        assert await error_of(waiting) == "peer_lost"
+        assert agent.holds["unclaimed_messages"] == 0
+        for answer in answers:
+            assert (await answer).get("error") in (None, "peer_lost")
+    assert own_peer.end() == 0
 
 
 async def test_a_peer_frozen_before_the_handshake_fails_in_time(agent, own_peer, exchange):
@@ -107,17 +140,16 @@ async def test_a_peer_that_accepts_and_never_answers_fails_at_the_deadline(agent
 
 
 async def test_nobody_listening_is_a_lost_peer(agent, transport):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    assert (
-        await error_of(agent.send(f"{transport}://127.0.0.1:{port}/abc", 1, np.ones(1, np.uint8), 5.0)) == "peer_lost"
-    )
+    with socket.socket() as closed:  # bound and not listening, so that nobody else takes the port
+        closed.bind(("127.0.0.1", 0))
+        address = f"{transport}://127.0.0.1:{closed.getsockname()[1]}/abc"
+        assert await error_of(agent.send(address, 1, np.ones(1, np.uint8), 60.0)) == "peer_lost"
 
 
 async def test_another_run_at_the_same_port_is_refused(agent, peer, exchange):
     where = parse_address(peer.address)
     older = f"{where.transport}://{where.host}:{where.port}/0000000000000000"
-    assert await error_of(agent.send(older, new_tag(), np.ones(MIB, np.uint8), 5.0)) == "peer_lost"
+    assert await error_of(agent.send(older, new_tag(), np.ones(MIB, np.uint8), 60.0)) == "peer_lost"
     await exchange(agent, peer)
 
 
@@ -127,7 +159,23 @@ async def test_a_restarted_peer_is_reached_by_its_new_address(agent, start_peer,
     first.kill()
     second = start_peer()
     await exchange(agent, second)
-    assert await error_of(agent.send(first.address, new_tag(), np.ones(9, np.uint8), 5.0)) == "peer_lost"
+    assert await error_of(agent.send(first.address, new_tag(), np.ones(9, np.uint8), 60.0)) == "peer_lost"
+
+
+async def test_an_agent_without_descriptors_takes_connections_again_when_it_has_some(agent, peer, pattern, caplog):
+    tag = new_tag()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        answer = peer.ask("send", peer=agent.address, tag=tag, size=MIB)
+        await until(lambda: "cannot take transfer connections" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await until(lambda: agent.holds["links"])
+    out = np.zeros(MIB, np.uint8)
+    await agent.recv(peer.address, tag, out, 120.0)
+    assert (out == pattern(tag, MIB)).all()
+    assert "error" not in await answer
 
 
 async def test_strangers_do_not_disturb_an_agent(agent, peer, exchange):
@@ -144,12 +192,12 @@ async def test_strangers_do_not_disturb_an_agent(agent, peer, exchange):
 async def test_a_message_for_another_link_is_dropped_and_counted():
     sender, receiver = [await open_agent("ucx", "127.0.0.1") for _ in range(2)]
     await asyncio.gather(
-        sender.send(receiver.address, 1, np.ones(9, np.uint8), 5.0),
-        receiver.recv(sender.address, 1, np.zeros(9, np.uint8), 5.0),
+        sender.send(receiver.address, 1, np.ones(9, np.uint8), 60.0),
+        receiver.recv(sender.address, 1, np.zeros(9, np.uint8), 60.0),
     )
     link = await sender._links.get(receiver.address, 1.0)  # type: ignore[attr-defined]
     link.remote["slot"] ^= 1
-    await sender.send(receiver.address, 2, np.ones(MIB, np.uint8), 5.0)
+    await sender.send(receiver.address, 2, np.ones(MIB, np.uint8), 60.0)
     assert receiver.counters["unknown_messages"] == 1  # type: ignore[attr-defined]
     assert receiver.holds["unclaimed_messages"] == 0
     await sender.close()

@@ -6,9 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+from structlog.contextvars import get_contextvars
 from worker_rig import Servers
 
 from tidemill.mesh.v1 import kvstore_pb2, kvstore_pb2_grpc, membership_pb2
+from tidemill_kvcache.hashing import split_hashes
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.membership import Membership
 from tidemill_mesh.server import Servicer, serve_grpc
@@ -26,10 +28,15 @@ class EmulatedKvStore(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.gets = 0
         self.corrupt = False
         self.silent = False
+        self.hides = False
+        """Has finds nothing."""
+        self.asked_for: dict[str, set[str]] = {"has": set(), "get": set(), "put": set()}
+        """Requests for which each call came."""
         self._agent = agent
         self._sends: set[asyncio.Task[None]] = set()
 
     async def Put(self, request: kvstore_pb2.PutRequest, context: Any) -> kvstore_pb2.PutResponse:
+        self._note("put")
         assert request.contiguous
         data = np.empty(sum(header.size_bytes for header in request.blocks), np.uint8)
         await self._agent.recv(request.source_address, request.first_tag, data, request.deadline_s)
@@ -44,12 +51,21 @@ class EmulatedKvStore(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Has(self, request: kvstore_pb2.HasRequest, context: Any) -> kvstore_pb2.HasResponse:
         if self.silent:
             await asyncio.sleep(60)
-        found = self._leading(request)
-        bits = sum(1 << index for index, (header, _) in enumerate(found) if header.has_snapshot)
-        bitmap = bits.to_bytes(len(found) // 8 + 1, "little")
-        return kvstore_pb2.HasResponse(num_blocks=len(found), snapshot_bitmap=bitmap)
+        self._note("has")
+        if self.hides:
+            return kvstore_pb2.HasResponse()
+        found = [self._find(request, block_hash) for block_hash in split_hashes(request.block_hashes)]
+        present = [block is not None for block in found]
+        with_snapshot = [block is not None and block[0].has_snapshot for block in found]
+        return kvstore_pb2.HasResponse(
+            num_blocks=len(self._leading(request)),
+            snapshot_bitmap=bitmap(with_snapshot),
+            present_bitmap=bitmap(present),
+            shards=sorted({shard for kv_format, shard, _ in self.blocks if kv_format == request.kv_format}),
+        )
 
     async def Get(self, request: kvstore_pb2.GetRequest, context: Any) -> kvstore_pb2.GetResponse:
+        self._note("get")
         found = self._leading(request)
         self.gets += 1
         data = np.concatenate([part for _, part in found]) if found else np.empty(0, np.uint8)
@@ -62,20 +78,32 @@ class EmulatedKvStore(kvstore_pb2_grpc.KvStoreServiceServicer):
             task.add_done_callback(self._sends.discard)
         return kvstore_pb2.GetResponse(blocks=[header for header, _ in found], size_bytes=data.nbytes)
 
+    def _note(self, call: str) -> None:
+        self.asked_for[call].add(get_contextvars().get("request_id", ""))
+
     def _leading(self, request: Any) -> list[Any]:
         found = []
-        for start in range(0, len(request.block_hashes), 16):
-            block = self.blocks.get((request.kv_format, request.shard, request.block_hashes[start : start + 16]))
+        for block_hash in split_hashes(request.block_hashes):
+            block = self._find(request, block_hash)
             if block is None:
                 break
             found.append(block)
         return found
 
+    def _find(self, request: Any, block_hash: bytes) -> Any:
+        return self.blocks.get((request.kv_format, request.shard, block_hash))
+
+
+def bitmap(flags: list[bool]) -> bytes:
+    """Bit i is flag i, little endian."""
+    bits = sum(1 << index for index, flag in enumerate(flags) if flag)
+    return bits.to_bytes(len(flags) // 8 + 1, "little")
+
 
 @asynccontextmanager
 async def running_store(servers: Servers, instance: str, mesh: str) -> AsyncIterator[EmulatedKvStore]:
     """A store in this process, registered in a mesh."""
-    settings = ServiceSettings(mesh=mesh, instance=instance, etcd=servers.etcd, nats=servers.nats, liveness_s=1.0)
+    settings = ServiceSettings(mesh=mesh, instance=instance, etcd=servers.etcd, nats=servers.nats, liveness_s=30.0)
     agent = await open_agent("tcp", "127.0.0.1")
     store = EmulatedKvStore(agent)
     name = "tidemill.mesh.v1.KvStoreService"

@@ -49,7 +49,7 @@ def main() -> int:
         connection.sendall(struct.pack("<I", len(body)) + body)
 
     if args.behaviour == "never-ready":
-        time.sleep(60)
+        time.sleep(600)
     send(ready(settings))
     if args.behaviour == "garbage":
         connection.sendall(struct.pack("<I", 3) + b"abc")

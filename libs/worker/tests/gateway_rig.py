@@ -10,7 +10,8 @@ import numpy as np
 
 from tidemill.mesh.v1 import common_pb2, membership_pb2, worker_pb2, worker_pb2_grpc
 
-WAIT_S = 60.0
+WAIT_S = 300.0
+"""Against hangs only."""
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
@@ -34,6 +35,7 @@ class GatewayRig:
         self.outputs: dict[str, list[worker_pb2.Output]] = defaultdict(list)
         self.steps: list[worker_pb2.StepOutputs] = []
         self.tickets: dict[str, worker_pb2.Ticket] = {}
+        self.missing: set[str] = set()
         self.ended: grpc.aio.AioRpcError | str | None = None
         self._name = name
         self._queue: asyncio.Queue[worker_pb2.ConnectRequest | None] = asyncio.Queue()
@@ -71,7 +73,7 @@ class GatewayRig:
         sampling = {"max_tokens": max_tokens, "temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "seed": 7}
         sampling |= more.pop("sampling", {})
         defaults = {
-            "deadline_s": 60.0,
+            "deadline_s": 600.0,
             "credit_tokens": 1 << 20,
             "prompt_tokens": len(tokens),
             "model_revision": self.welcome.model.revision,
@@ -185,6 +187,7 @@ class GatewayRig:
                     self.outputs[output.key.request_id].append(output)
             for offer in response.tickets:
                 self.tickets[offer.key.request_id] = offer.ticket
+            self.missing.update(key.request_id for key in response.missing)
             self._changed.notify_all()
 
 

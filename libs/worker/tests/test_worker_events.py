@@ -7,6 +7,8 @@ import pytest
 
 from tidemill.mesh.v1 import common_pb2, events_pb2, membership_pb2
 from tidemill_engine import messages
+from tidemill_kvcache.events import with_snapshot
+from tidemill_kvcache.runs import DroppedSnapshots, StoredRun
 from tidemill_mesh.channels import Channels
 from tidemill_mesh.metrics import Metrics
 from tidemill_worker.counts import WorkerCounts
@@ -55,9 +57,10 @@ class Bench:
     def _publish(self, subject: str, payload: bytes) -> None:
         self.published.append((subject, events_pb2.KvEventBatch.FromString(payload)))
 
-    def stored(self, parent: bytes, *hashes: bytes) -> None:
+    def stored(self, parent: bytes, *hashes: bytes, snapshots: tuple[bytes, ...] = ()) -> None:
         """A step that stored a run."""
-        self.events.stored(self.domain, messages.BlocksStored(parent, list(hashes), [False] * len(hashes)))
+        has_snapshot = [block_hash in snapshots for block_hash in hashes]
+        self.events.stored(self.domain, messages.BlocksStored(parent, list(hashes), has_snapshot))
         self.events.step_done(self.domain)
 
     def blocks(self) -> dict[bytes, bytes]:
@@ -119,6 +122,21 @@ async def test_a_new_incarnation_goes_on_with_its_sequence_under_the_new_name(be
     assert (batch.domain.incarnation, batch.domain.epoch, batch.sequence) == ("i2", "e1", 2)
 
 
+async def test_lost_batches_are_sent_again_only_to_who_knows_the_present_identity(bench: Bench) -> None:
+    for number in range(4):
+        bench.stored(HASHES[number - 1] if number else b"", HASHES[number])
+    sent = [batch for _, batch in bench.published]
+    known = bench.worker.domain_ref(bench.domain)
+    assert bench.events.replay(bench.domain, known, 2) == sent[2:]
+    assert bench.events.replay(bench.domain, known, 4) == []
+    assert bench.events.replay(bench.domain, known, 5) is None, "a sequence that was never sent"
+    assert bench.events.replay(bench.domain, common_pb2.DomainRef(), 0) is None, "who knows nothing gets a snapshot"
+    bench.worker.incarnation = "i2"
+    bench.events.new_incarnation()
+    assert bench.events.replay(bench.domain, known, 2) is None
+    assert bench.events.replay(bench.domain, bench.worker.domain_ref(bench.domain), 2) is None
+
+
 async def test_a_new_epoch_starts_from_nothing(bench: Bench) -> None:
     bench.stored(b"", *HASHES)
     bench.events.domain_down(bench.domain)
@@ -127,3 +145,27 @@ async def test_a_new_epoch_starts_from_nothing(bench: Bench) -> None:
     assert bench.events.snapshot(bench.domain) == (0, [])
     bench.stored(b"", HASHES[0])
     assert bench.published[-1][1].sequence == 1
+
+
+async def test_snapshots_are_told_of_with_their_blocks_and_when_they_leave_alone(bench: Bench) -> None:
+    def known() -> set[tuple[int, bytes]]:
+        return {
+            (run.tier, with_snapshot(run)[at : at + 16])
+            for run in bench.events.snapshot(bench.domain)[1]
+            for at in range(0, len(with_snapshot(run)), 16)
+        }
+
+    bench.stored(b"", *HASHES[:4], snapshots=(HASHES[1], HASHES[3]))
+    bench.events.moved(bench.domain, [StoredRun(HASHES[0], [HASHES[1]], [True])])
+    l1, l2 = common_pb2.TIER_L1, common_pb2.TIER_L2
+    assert known() == {(l1, HASHES[1]), (l1, HASHES[3]), (l2, HASHES[1])}
+    bench.events.snapshots_dropped(bench.domain, messages.SnapshotsDropped([HASHES[1]]))
+    bench.events.step_done(bench.domain)
+    assert known() == {(l1, HASHES[3]), (l2, HASHES[1])}
+    bench.events.moved(bench.domain, [DroppedSnapshots([HASHES[1]])])
+    bench.events.removed(bench.domain, messages.BlocksRemoved([HASHES[3]]))
+    bench.events.step_done(bench.domain)
+    assert known() == set()
+    assert set(bench.blocks()) == set(HASHES[:3])
+    kinds = [event.WhichOneof("event") for _, batch in bench.published for event in batch.events]
+    assert kinds == ["stored", "stored", "snapshots_removed", "snapshots_removed", "removed"]

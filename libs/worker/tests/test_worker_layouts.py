@@ -29,6 +29,24 @@ async def test_a_hand_over_works_between_tp_1_fp32_and_tp_2_bf16(
         await d.until_idle()
 
 
+async def test_kv_that_was_rounded_further_than_the_pool_rounds_serves_its_own_request_only(
+    start_worker: StartWorker, connect: Connect
+) -> None:
+    rounding = start_worker("prefill", "rounding", kv_dtype="bfloat16")
+    exact = start_worker("decode", "exact")
+    prompt = [(7 * i) % 250 for i in range(100)]
+    async with connect(rounding) as p, connect(exact) as d:
+        for source, dest, cached_tokens in ((p, d, 0), (d, p, 96)):
+            await hand_over(source, dest, "handed", prompt)
+            dest.submit("again", prompt)
+            await dest.finished("again")
+            assert dest.outputs["again"][0].cached.l1 == cached_tokens
+            for rig in (p, d):
+                await rig.until_idle()
+                await rig.stub.ResetCache(worker_pb2.ResetCacheRequest())
+                rig.outputs.clear()
+
+
 async def hand_over(p: GatewayRig, d: GatewayRig, request_id: str, prompt: list[int]) -> list[int]:
     """Runs a request over both and returns its tokens."""
     p.submit(request_id, prompt, "PREFILL")

@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 
 import pytest
+from emulated_peer import flipping_peer
 from gateway_rig import GatewayRig, key, read_asset, read_card
 from worker_rig import Connect, StartWorker, WorkerProcess
 
@@ -13,12 +15,19 @@ from tidemill.v1 import errors_pb2
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 CHUNK_TOKENS = 64
+MARK = 0.25
+"""Of 96 blocks of 32 tokens."""
+LOOP = {"logit_bias": {7: 100.0}, "logprobs": True, "top_logprobs": 2}
+LOOP_TOKENS = 500
+LOOP_CREDIT = 330
 
 
 @pytest.fixture(scope="module")
 def workers(start_worker: StartWorker) -> tuple[WorkerProcess, WorkerProcess]:
     """A prefill and a decode worker."""
-    prefill = start_worker("prefill", "live-p", max_num_batched_tokens=CHUNK_TOKENS)
+    prefill = start_worker(
+        "prefill", "live-p", max_num_batched_tokens=CHUNK_TOKENS, kv_high_water=MARK, log_level="debug"
+    )
     return prefill, start_worker("decode", "live-d")
 
 
@@ -58,8 +67,44 @@ async def test_a_whole_request_streams_its_tokens_step_by_step(pair: tuple[Gatew
     assert (await d.finished("whole")).finish == worker_pb2.FINISH_LENGTH
     assert len(d.tokens("whole")) == 10
     assert d.outputs["whole"][0].HasField("cached")
-    steps = [step.step for step in d.steps]
+    # A report between steps, of load or that a domain goes on, has the last one's number and no tokens.
+    steps = [step.step for step in d.steps if any(output.token_ids for output in step.outputs)]
     assert steps == sorted(set(steps)), "one message for each step"
+
+
+async def test_all_tokens_of_an_engine_step_travel_in_one_message(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    names = ["first", "second", "third"]
+    for name in names:
+        d.submit(name, PROMPT[: 40 + len(name)], max_tokens=30)
+    for name in names:
+        await d.finished(name)
+        assert len(d.tokens(name)) == 30
+    # A report between steps, of load or that a domain goes on, has the last one's number and no tokens.
+    steps = [step.step for step in d.steps if any(output.token_ids for output in step.outputs)]
+    assert steps == sorted(set(steps)), "one message for each step"
+    together = [len({output.key.request_id for output in step.outputs if output.token_ids}) for step in d.steps]
+    assert together.count(3) > 10, "they decode side by side"
+
+
+async def test_blocks_leave_while_prefill_still_computes(
+    workers: tuple[WorkerProcess, WorkerProcess], pair: tuple[GatewayRig, GatewayRig]
+) -> None:
+    (prefill, _), (p, d) = workers, pair
+    slabs: list[int] = []
+    while max(slabs, default=0) < 2:
+        assert len(slabs) < 8, "each of eight prompts left in one piece, though a slab has room for all of it only then"
+        request_id, prompt = f"early-{len(slabs)}", [(5 * i + 60 * len(slabs)) % 250 for i in range(15 * CHUNK_TOKENS)]
+        p.submit(request_id, prompt, "PREFILL", max_tokens=6)
+        # Not when it is due, but at once.
+        d.submit(request_id, prompt, "DECODE", max_tokens=6, source=await p.ticket(request_id, d))
+        assert (await d.finished(request_id)).finish == worker_pb2.FINISH_LENGTH
+        d.submit(f"whole-{request_id}", prompt, max_tokens=6)
+        await d.finished(f"whole-{request_id}")
+        assert p.tokens(request_id) + d.tokens(request_id) == d.tokens(f"whole-{request_id}")
+        await p.until_idle()
+        [left] = re.findall(rf"hand-over left .*request_id={request_id}.* slabs=(\d+)", prefill.log_tail())
+        slabs.append(int(left))
 
 
 async def test_a_handed_over_request_goes_on_as_if_it_had_stayed(pair: tuple[GatewayRig, GatewayRig]) -> None:
@@ -73,6 +118,49 @@ async def test_a_handed_over_request_goes_on_as_if_it_had_stayed(pair: tuple[Gat
     d.submit("stayed", prompt, max_tokens=12)
     await d.finished("stayed")
     assert tokens == d.tokens("stayed")
+
+
+async def offered(worker: GatewayRig, request_id: str, prompt: list[int]) -> None:
+    """Runs a request in a loop until its worker wants it elsewhere; it lacks the credit to end before."""
+    worker.submit(request_id, prompt, max_tokens=LOOP_TOKENS, sampling=LOOP, credit_tokens=LOOP_CREDIT)
+    await worker.until(lambda: any(output.move_due for output in worker.outputs[request_id]))
+
+
+async def test_a_running_request_goes_on_at_another_worker_with_its_kv(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    prompt = [(11 * i) % 250 for i in range(520)]
+    await offered(p, "moving", prompt)
+    source = await p.ticket("moving", d)
+    # The gateway expects nothing of what stands still, and does not name it.
+    p.send(roll_call=worker_pb2.RollCall())
+    known = [*prompt, *p.tokens("moving")[:-1]]
+    options = {"prompt_tokens": len(prompt), "max_tokens": LOOP_TOKENS, "sampling": LOOP}
+    d.submit("moving", known, "DECODE", source=source, **options)
+    assert (await d.finished("moving")).finish == worker_pb2.FINISH_LENGTH
+    assert sum(output.hand_over_done for output in d.outputs["moving"]) == 1
+    assert 256 <= len(p.tokens("moving")) <= LOOP_CREDIT
+    d.submit("stayed", prompt, **options)
+    await d.finished("stayed")
+    assert p.tokens("moving") + d.tokens("moving") == d.tokens("stayed")
+    moved = [entry for rig in (p, d) for output in rig.outputs["moving"] for entry in output.logprobs]
+    stayed = [entry for output in d.outputs["stayed"] for entry in output.logprobs]
+    assert [list(entry.top_token_ids) for entry in moved] == [list(entry.top_token_ids) for entry in stayed]
+    assert [entry.logprob for entry in moved] == pytest.approx([entry.logprob for entry in stayed], abs=1e-3)
+    assert (await p.status()).counters["moves_done"] >= 1
+
+
+async def test_a_request_that_nobody_takes_over_goes_on_where_it_stood(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    p, d = pair
+    await offered(p, "staying", [(13 * i) % 250 for i in range(520)])
+    source = await p.ticket("staying", d)
+    source.ticket.secret = b"0" * 16
+    d.submit("staying", [9] * 40, "DECODE", source=source, max_tokens=9)
+    assert (await refusal(d, "staying")).code == errors_pb2.ERROR_CODE_WORKER_LOST
+    assert not any(output.finish for output in p.outputs["staying"]), "it stands still"
+    p.send(stays=[key("staying")], credits=[worker_pb2.Credit(key=key("staying"), tokens=LOOP_TOKENS)])
+    assert (await p.finished("staying")).finish == worker_pb2.FINISH_LENGTH
+    assert p.tokens("staying") == [7] * LOOP_TOKENS
+    assert (await p.status()).counters["moves_failed"] >= 1
 
 
 async def test_only_the_blocks_that_decode_lacks_travel(pair: tuple[GatewayRig, GatewayRig]) -> None:
@@ -130,6 +218,33 @@ async def test_a_ticket_works_once_and_a_forged_one_never(pair: tuple[GatewayRig
     error = await refusal(d, "once")
     assert error.code == errors_pb2.ERROR_CODE_WORKER_LOST
     assert "unknown or spent" in error.message
+
+
+async def test_damaged_hand_overs_fail_and_their_source_is_reported_as_not_to_be_taken_from(
+    pair: tuple[GatewayRig, GatewayRig],
+) -> None:
+    _, d = pair
+    card = await read_card(d)
+    prompt = [(3 * i + 111) % 250 for i in range(3 * card.block_size)]
+
+    async def quarantined() -> set[str]:
+        return {source for load in (await d.status()).loads for source in load.quarantined}
+
+    async with flipping_peer(card.block_size * card.kv_bytes_per_token, "ucx") as (peer, target):
+        peer.pull_blocks = 3
+        for hit in range(3):
+            assert await quarantined() == set(), f"after {hit} damaged transfers"
+            ticket = worker_pb2.Ticket(
+                secret=b"t" * 16, prefill=target.domain, decode=d.target().domain, deadline_s=300.0
+            )
+            source = worker_pb2.HandOverSource(prefill=target, ticket=ticket)
+            d.submit(f"damaged-{hit}", prompt, "DECODE", source=source)
+            error = await refusal(d, f"damaged-{hit}")
+            assert error.code == errors_pb2.ERROR_CODE_WORKER_LOST
+            assert "not the bytes sent" in error.message
+            assert d.tokens(f"damaged-{hit}") == []
+    assert await quarantined() == {"flipping"}
+    assert (await d.status()).counters["damaged_transfers"] == 3
 
 
 async def test_a_hand_over_of_an_ended_request_is_answered_with_an_error(pair: tuple[GatewayRig, GatewayRig]) -> None:
@@ -208,6 +323,7 @@ async def test_the_card_names_files_that_can_be_fetched(pair: tuple[GatewayRig, 
     card = await read_card(p)
     assert (await read_card(d)).revision == card.revision == p.welcome.model.revision
     assert (card.block_size, card.vocab_size, list(card.eos_token_ids)) == (32, 264, [258])
+    assert p.welcome.model.kv_format == card.kv_format != ""
     assert b'"model"' in await read_asset(p, card.tokenizer_digest)
     assert b"im_start" in await read_asset(p, card.chat_template_digest)
 
@@ -227,7 +343,7 @@ async def test_the_snapshot_follows_the_cache_and_a_reset_acts_on_an_idle_worker
     assert await blocks() >= len(PROMPT) // 32
     response = await d.stub.ResetCache(worker_pb2.ResetCacheRequest())
     assert response.blocks >= len(PROMPT) // 32
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while await blocks():
             await d.status()
 
@@ -257,3 +373,52 @@ async def test_aborts_at_random_moments_of_hand_overs_leave_nothing(pair: tuple[
     finishes = {output.finish for number in range(40) for output in d.outputs[f"random-{number}"] if output.finish}
     assert worker_pb2.FINISH_LENGTH in finishes
     assert worker_pb2.FINISH_ABORTED in finishes
+
+
+async def test_a_roll_call_ends_what_the_gateway_lost_and_names_what_the_worker_has_not(
+    pair: tuple[GatewayRig, GatewayRig],
+) -> None:
+    p, d = pair
+    d.submit("kept", PROMPT, max_tokens=800, credit_tokens=4)
+    d.submit("lost by the gateway", PROMPT, max_tokens=800, credit_tokens=4)
+    p.submit("held", PROMPT, "PREFILL")
+    await p.finished("held")
+    await d.until(lambda: len(d.tokens("kept")) == len(d.tokens("lost by the gateway")) == 4)
+    ended = (await d.status()).counters.get("requests_whole_aborted", 0)
+    d.send(roll_call=worker_pb2.RollCall(keys=[key("kept"), key("never came")]))
+    await d.until(lambda: bool(d.missing))
+    assert d.missing == {"never came"}
+    assert (await d.status()).counters["requests_whole_aborted"] == ended + 1
+    assert (await d.status()).holds["requests"] == 1
+    assert not any(output.finish for output in d.outputs["lost by the gateway"])
+    # Its last output is out: who still waits for one has lost it, and the KV stays for decode.
+    p.send(roll_call=worker_pb2.RollCall(keys=[key("held")]))
+    await p.until(lambda: "held" in p.missing)
+    assert (await p.status()).holds["held_requests"] == 1
+    p.send(aborts=[key("held")])
+    d.send(aborts=[key("kept")])
+
+
+async def test_credit_that_was_lost_comes_back_with_the_next_roll_call(pair: tuple[GatewayRig, GatewayRig]) -> None:
+    _, d = pair
+    d.submit("credited", PROMPT, max_tokens=12, credit_tokens=4)
+    d.submit("of an older gateway", PROMPT, max_tokens=12, credit_tokens=4)
+    keys = [key("credited"), key("of an older gateway")]
+    await d.until(lambda: len(d.tokens("credited")) == len(d.tokens("of an older gateway")) == 4)
+    lost = (await d.status()).counters.get("forgotten_credit", 0)
+    d.send(roll_call=worker_pb2.RollCall(keys=keys))
+    d.send(roll_call=worker_pb2.RollCall(keys=keys, emit_until=[9, 0]))
+    await d.until(lambda: len(d.tokens("credited")) == 9)
+    assert len(d.tokens("of an older gateway")) == 4
+    d.send(roll_call=worker_pb2.RollCall(keys=keys, emit_until=[12, 12]))
+    assert (await d.finished("credited")).finish == worker_pb2.FINISH_LENGTH
+    assert (await d.finished("of an older gateway")).finish == worker_pb2.FINISH_LENGTH
+    assert (await d.status()).counters["forgotten_credit"] == lost + 3
+
+
+async def test_afterwards_ranks_and_services_have_agreed_at_every_roll_call(
+    pair: tuple[GatewayRig, GatewayRig],
+) -> None:
+    for rig in pair:
+        counters = (await rig.status()).counters
+        assert counters.get("forgotten_rank", 0) == counters.get("forgotten_service", 0) == 0

@@ -1,10 +1,15 @@
 """Load on one scale."""
 
+from types import SimpleNamespace
+
 import msgspec
 
-from tidemill.mesh.v1 import membership_pb2
+from tidemill.mesh.v1 import common_pb2, membership_pb2
 from tidemill_engine.messages import LoadSample
-from tidemill_worker.load_reports import is_large_change, slo_load
+from tidemill_mesh.metrics import Metrics
+from tidemill_worker.counts import WorkerCounts
+from tidemill_worker.load_reports import LoadReporter, is_large_change, slo_load
+from tidemill_worker.settings import WorkerSettings
 
 SAMPLE = LoadSample(
     waiting_requests=0,
@@ -35,8 +40,45 @@ def test_prefill_is_loaded_by_its_first_tokens_and_decode_by_its_output_tokens()
     assert slo_load(membership_pb2.ROLE_DECODE, SAMPLE, 4.0, 0.6) == 0.5
 
 
+def test_a_report_tells_both_sides_and_their_targets_whatever_the_role() -> None:
+    settings = WorkerSettings(slo_ttft_s=4.0, slo_tpot_s=0.6)
+    worker = SimpleNamespace(
+        settings=settings,
+        role=membership_pb2.ROLE_DECODE,
+        model=SimpleNamespace(revision="m"),
+        draining=False,
+        transfers=SimpleNamespace(measured=False),
+        quarantine=SimpleNamespace(sources=lambda: ["p-1"]),
+        domain_ref=lambda domain: common_pb2.DomainRef(instance="d", domain=domain.index),
+    )
+    reporter = LoadReporter(worker, lambda *_: None)  # type: ignore[arg-type]
+    sample = msgspec.structs.replace(SAMPLE, degraded=["small_chunks"], step_cost=[0.01, 0.0, 0.0, 0.0, 0.0])
+    report = reporter.report(SimpleNamespace(index=0), sample)  # type: ignore[arg-type]
+    assert (report.ttft_slo_load, report.tpot_slo_load, report.slo_load) == (0.5, 0.5, 0.5)
+    assert (report.slo_ttft_s, report.slo_tpot_s, report.step_cost.base_s) == (4.0, 0.6, 0.01)
+    assert list(report.degraded) == ["small_chunks"]
+    assert list(report.quarantined) == ["p-1"]
+    metrics = Metrics("decode", "d")
+    WorkerCounts(metrics).loads([report])
+    shown = metrics.exposition().decode()
+    for line in ('side_slo_load{domain="0",side="ttft"} 0.5', 'side_slo_load{domain="0",side="tpot"} 0.5'):
+        assert f"tidemill_decode_{line}" in shown
+    assert 'tidemill_decode_degraded{domain="0",step="small_chunks"} 1.0' in shown
+
+
 def test_a_jump_in_requests_or_blocks_is_a_large_change() -> None:
     assert not is_large_change(SAMPLE, SAMPLE, 32)
     assert not is_large_change(SAMPLE, msgspec.structs.replace(SAMPLE, waiting_requests=7), 32)
     assert is_large_change(SAMPLE, msgspec.structs.replace(SAMPLE, waiting_requests=8), 32)
     assert is_large_change(SAMPLE, msgspec.structs.replace(SAMPLE, available_blocks=70), 32)
+
+
+def test_a_pause_of_admission_is_told_at_once() -> None:
+    assert is_large_change(SAMPLE, msgspec.structs.replace(SAMPLE, admission_paused=True), 32)
+    assert is_large_change(SAMPLE, msgspec.structs.replace(SAMPLE, degraded=["small_chunks"]), 32)
+
+
+def test_what_a_domain_computes_by_is_a_metric() -> None:
+    metrics = Metrics("decode", "d-1")
+    WorkerCounts(metrics).backend(0, "cuda/torch-reference/fp32")
+    assert b'tidemill_decode_backend_info{backend="cuda/torch-reference/fp32",domain="0"} 1.0' in metrics.exposition()

@@ -38,6 +38,27 @@ def test_other_weights_or_another_architecture_give_another_revision(
     assert one.hash_root != other.hash_root
 
 
+@pytest.mark.parametrize(
+    ("config", "exact", "rounded"),
+    [
+        ({}, ["auto", "fp32", "q4_1"], ["bf16", "fp8", "fp8_block", "int8"]),
+        ({"dtype": "bfloat16"}, ["auto", "fp32", "bf16"], ["fp8", "fp8_block", "int8"]),
+        ({"text_config": {"torch_dtype": "bfloat16"}}, ["auto", "bf16"], ["int8"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["auto", "fp8_block"], ["fp8", "int8"]),
+    ],
+)
+def test_weights_that_are_rounded_in_memory_are_another_revision(
+    tmp_path: Path, config: dict[str, object], exact: list[str], rounded: list[str]
+) -> None:
+    folder = make_folder(tmp_path, **config)
+    plain = read_model_files(folder)
+    of = {form: read_model_files(folder, form) for form in exact + rounded}
+    assert {of[form].hash_root for form in exact} == {plain.hash_root}
+    roots = {plain.hash_root, *(of[form].hash_root for form in rounded)}
+    revisions = {plain.revision, *(of[form].revision for form in rounded)}
+    assert len(roots) == len(revisions) == 1 + len(rounded)
+
+
 def test_the_generation_config_names_all_eos_tokens(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert read_model_files(folder).eos_token_ids == [2]

@@ -1,10 +1,13 @@
 """What travels next, and whether two KV formats fit."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill_engine.kv_groups import KVGroupSpec, kv_format
-from tidemill_worker.slabs import KVShape, convertible, next_slab
+from tidemill_kvcache.kv_format import convertible, keeps_precision
+from tidemill_worker.slabs import KVShape, next_slab
 
 KV = KVGroupSpec(name="kv", kind="paged", layers=(0, 1), dtype="float32", num_heads=4, head_values=32)
 WINDOW = KVGroupSpec(
@@ -13,9 +16,14 @@ WINDOW = KVGroupSpec(
 STATE = KVGroupSpec(name="s", kind="state", layers=(2,), dtype="float32", num_heads=2, head_values=16)
 
 
-def as_bf16(spec: KVGroupSpec) -> KVGroupSpec:
+def as_type(spec: KVGroupSpec, dtype: str) -> KVGroupSpec:
     """The same group in another dtype."""
-    return KVGroupSpec(**{name: getattr(spec, name) for name in spec.__struct_fields__} | {"dtype": "bfloat16"})
+    return KVGroupSpec(**{name: getattr(spec, name) for name in spec.__struct_fields__} | {"dtype": dtype})
+
+
+def as_bf16(spec: KVGroupSpec) -> KVGroupSpec:
+    """The same group in half the bytes."""
+    return as_type(spec, "bfloat16")
 
 
 @given(
@@ -54,6 +62,20 @@ def test_formats_fit_when_they_differ_in_the_dtype_of_paged_and_window_groups_on
     assert not convertible(fp32, kv_format((KV, STATE), 32))
     assert not convertible(fp32, "")
     assert not convertible(fp32, "nonsense")
+
+
+def test_only_what_was_rounded_no_further_counts_as_ones_own() -> None:
+    forms = [
+        kv_format((as_type(KV, one), as_type(WINDOW, one), STATE), 32)
+        for one in ("float8_e4m3fn", "bfloat16", "float32")
+    ]
+    for source, taker in itertools.product(range(3), range(3)):
+        assert convertible(forms[source], forms[taker])
+        assert keeps_precision(forms[source], forms[taker]) == (source >= taker)
+    mixed = kv_format((KV, as_type(WINDOW, "bfloat16"), STATE), 32)
+    assert not keeps_precision(mixed, forms[2])
+    assert keeps_precision(forms[2], mixed)
+    assert not keeps_precision(forms[2], kv_format((KV, STATE), 32))
 
 
 def test_sizes_count_the_asked_heads_and_keep_the_state_in_its_own_type() -> None:

@@ -57,6 +57,7 @@ def test_tokens_survive_the_round_trip(tokens: list[int]) -> None:
         grammar_digest=st.text(max_size=10),
         grammar_consumed_token_ids=TOKENS,
         drafter=st.binary(max_size=10),
+        rounded_kv=st.booleans(),
     ),
     KEYS,
 )

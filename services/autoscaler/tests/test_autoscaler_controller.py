@@ -85,7 +85,7 @@ class Setting:
     def __init__(self, bounds: Bounds) -> None:
         self.now, self.leads = 0.0, True
         self.instances, self.loads, self.actuator = Instances(), Loads(), RecordingActuator()
-        view = PoolView("decode", "m", self.instances, self.loads, clock=lambda: 1e6)  # type: ignore[arg-type]
+        view = PoolView("decode", "m", self.instances, self.loads, clock=lambda: 1e6 * self.now)  # type: ignore[arg-type]
         pool = Pool("decode", view, PoolPlanner(bounds, POLICY))
         leadership = SimpleNamespace(is_leader=lambda: self.leads)
         metrics = Metrics("autoscaler", "a")
@@ -180,3 +180,15 @@ def test_a_damaged_bounds_file_leaves_the_settings_in_force(setting, tmp_path, t
     (tmp_path / "bounds.json").write_text(text)
     AutoscalerServicer(setting.controller, common_pb2.InstanceRef, str(tmp_path / "bounds.json"))
     assert setting.pool.planner.bounds == Bounds(1, 2)
+
+
+def test_a_worker_is_as_old_as_it_has_been_seen_whatever_its_own_clock_says(setting):
+    setting.instances.add("w")
+    setting.instances.records["w"].started_unix_ms = 1 << 50
+    moments = iter([100.0, 100.0, 130.0, 130.0])
+    view = PoolView("decode", "m", setting.instances, setting.loads, clock=lambda: next(moments))  # type: ignore[arg-type]
+    ages = [view.observe([], source_healthy=True).workers[0].age_s for _ in range(2)]
+    assert ages == [0.0, 30.0]
+    setting.instances.records.clear()
+    view.observe([], source_healthy=True)
+    assert view.first_seen == {}

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tidemill_autoscaler.decision import Action, Decision, PoolPlanner
+from tidemill_autoscaler.decision import Action, Decision, PoolPlanner, with_one_less
 from tidemill_autoscaler.observation import Observation, Pending, Worker
 from tidemill_autoscaler.policy import Bounds, Policy
 
@@ -227,3 +227,16 @@ def test_above_the_maximum_our_own_leave_one_after_the_other():
 )
 def test_a_policy_that_would_flap_is_refused_by_name(changes: dict[str, float], name: str):
     assert Policy(**changes).problem()[0] == name
+
+
+def test_a_fixed_part_of_the_load_is_not_shared_out_when_one_leaves():
+    # Steps of 50 ms, 40 of them for the step itself, against a target of 100 ms: one fewer makes them 60 ms long.
+    assert with_one_less(0.5, (worker("a", fixed_load=0.4), worker("b", fixed_load=0.4))) == pytest.approx(0.6)
+    assert with_one_less(0.5, (worker("a"), worker("b"))) == pytest.approx(1.0)
+    planner = PoolPlanner(Bounds(1, 3), POLICY)
+    busy = pool(worker("a", 0.45, fixed_load=0.4), worker("b", 0.45, fixed_load=0.4))
+    _, decision = first(steps(planner, busy, 0, 60))
+    assert decision.action is Action.STOP
+    assert actions(steps(PoolPlanner(Bounds(1, 3), POLICY), pool(worker("a", 0.45), worker("b", 0.45)), 0, 60)) == {
+        Action.HOLD
+    }

@@ -22,6 +22,7 @@ from gateway_emulated import TEXT, Answer, Assets, EmulatedWorker, canned, new_w
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tidemill_gateway.service import serve
 from tidemill_gateway.settings import GatewaySettings
+from tidemill_local.ports import free_port
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.drain import Drain
 from tidemill_mesh.service import open_context
@@ -33,14 +34,8 @@ def _binary(name: str) -> str:
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
@@ -55,13 +50,13 @@ def _process(argv: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.fixture(scope="session")
 def gateway_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Real etcd and NATS: (etcd endpoint, NATS address)."""
-    etcd, peer, nats = _free_port(), _free_port(), _free_port()
+    etcd, peer, nats = free_port(), free_port(), free_port()
     client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
     etcd_argv = [
         _binary("etcd"), "--data-dir", str(tmp_path_factory.mktemp("etcd")), "--unsafe-no-fsync",
@@ -125,7 +120,7 @@ class EmulatedMesh:
 
     async def until_ready(self) -> None:
         """Until the gateway's model can be used."""
-        async with httpx2.AsyncClient() as client, asyncio.timeout(20):
+        async with httpx2.AsyncClient(timeout=120) as client, asyncio.timeout(120):
             while (await client.get(f"{self.http}/ready")).status_code != 200:
                 await asyncio.sleep(0.01)
 
@@ -135,7 +130,7 @@ class EmulatedMesh:
         self.drain.request()
         await self.task
 
-    async def until(self, condition: Any, bound_s: float = 20.0) -> None:
+    async def until(self, condition: Any, bound_s: float = 120.0) -> None:
         async with asyncio.timeout(bound_s):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -148,7 +143,7 @@ class EmulatedMesh:
 async def _opened(servers: tuple[str, str]) -> AsyncIterator[EmulatedMesh]:
     etcd, nats = servers
     settings = GatewaySettings(
-        mesh=f"test-{secrets.token_hex(4)}", etcd=etcd, nats=nats, port=0, http_api_port=0, liveness_s=2.5, drain_s=5.0
+        mesh=f"test-{secrets.token_hex(4)}", etcd=etcd, nats=nats, port=0, http_api_port=0, liveness_s=2.5, drain_s=60.0
     )
     async with contextlib.AsyncExitStack() as stack:
         yield EmulatedMesh(settings, stack, tiny_assets(), canned(TEXT))

@@ -131,8 +131,12 @@ class EmulatedWorker(WorkerServiceServicer):
     step_s: float = 0.001
     num_blocks: int = 256
     frozen: bool = False
+    paused: bool = False
+    """Lives, and gives no outputs."""
     die_at: int = -1
     """Position at which it dies instead of sending the token."""
+    loses_credit: bool = False
+    """All but what a roll call says of it."""
     refuse: MeshError | None = None
     """Ends the next stage with this error."""
     submits: list[pb.Submit] = field(default_factory=list)
@@ -199,12 +203,19 @@ class EmulatedWorker(WorkerServiceServicer):
                 self.release((key.request_id, key.choice, key.attempt))
             for credit in request.credits:
                 running = self.running.get(_key(credit.key))
-                if running is not None:
+                if running is not None and not self.loses_credit:
                     running.credit += credit.tokens
             for hand_over in request.hand_overs:
                 ticket = pb.Ticket(secret=secrets.token_bytes(16), decode=hand_over.target.domain)
                 offer = pb.TicketOffer(key=hand_over.key, ticket=ticket)
                 outbox.put_nowait(pb.ConnectResponse(tickets=[offer]))
+            if request.HasField("roll_call"):
+                missing = [key for key in request.roll_call.keys if _key(key) not in self.running]
+                outbox.put_nowait(pb.ConnectResponse(missing=missing))
+                for key, until in zip(request.roll_call.keys, request.roll_call.emit_until, strict=True):
+                    running = self.running.get(_key(key))
+                    if running is not None and until:
+                        running.credit = max(running.credit, until - running.position)
             if request.ping:
                 outbox.put_nowait(pb.ConnectResponse(pong=True))
 
@@ -225,7 +236,7 @@ class EmulatedWorker(WorkerServiceServicer):
     async def _step(self, outbox: "asyncio.Queue[pb.ConnectResponse]", mine: set[Key]) -> None:
         while True:
             await asyncio.sleep(self.step_s)
-            if self.frozen:
+            if self.frozen or self.paused:
                 continue
             outputs = [o for key in list(mine) if (o := self._advance(key, mine)) is not None]
             if outputs:
@@ -291,6 +302,8 @@ class EmulatedWorker(WorkerServiceServicer):
     def die(self) -> None:
         """Like kill -9: streams break, nothing is said."""
         self.die_at = -1
+        # Its server takes a moment to stop.
+        self.frozen = True
         self.stop_now()
 
     @property

@@ -86,3 +86,45 @@ def test_a_refusing_template_is_an_invalid_argument():
     with pytest.raises(MeshError, match="no system") as caught:
         model("{{ raise_exception('no system messages') }}").chat_prompt([ChatMessage("user", "hi")], [])
     assert caught.value.field == "messages"
+
+
+WITH_CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}{{ tools }}"
+)
+
+
+def called(arguments_json: str) -> list[ChatMessage]:
+    return [ChatMessage("assistant", "", "", (CalledTool("c1", "weather", arguments_json),))]
+
+
+def test_arguments_too_deep_to_parse_stay_text():
+    deep = "[" * 100_000
+    assert model(WITH_CALLS).chat_prompt(called(deep), []) == f'"{deep}"None'
+
+
+@pytest.mark.parametrize("depth", [900, 940, 980, 1000])
+def test_arguments_that_can_be_parsed_but_not_written_are_the_callers_error(depth):
+    refused = None
+    try:
+        model(WITH_CALLS).chat_prompt(called("[" * depth + "]" * depth), [])
+    except MeshError as error:
+        refused = error
+    assert refused is None or refused.code == errors_pb2.ERROR_CODE_INVALID_ARGUMENT
+
+
+def test_a_lone_surrogate_is_named_whatever_brought_it():
+    for template, tools in ((WITH_CALLS, []), (CHAT_TEMPLATE, [Tool("weather", "", {"title": "\ud800"})])):
+        with pytest.raises(MeshError, match="lone surrogate") as caught:
+            model(template).chat_prompt(called('"\\ud800"'), tools)
+        assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITH_TOOLS])
+def test_tools_too_deep_to_write_are_the_callers_error(template):
+    parameters: dict[str, object] = {}
+    for _ in range(5000):
+        parameters = {"not": parameters}
+    with pytest.raises(MeshError) as caught:
+        model(template).chat_prompt([ChatMessage("user", "hi")], [Tool("weather", "", parameters)])
+    assert caught.value.code == errors_pb2.ERROR_CODE_INVALID_ARGUMENT

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.mesh.v1 import worker_pb2 as pb
-from tidemill.mesh.v1.common_pb2 import DomainRef, Target
+from tidemill.mesh.v1.common_pb2 import BlockSource, DomainRef, Target
 from tidemill.mesh.v1.router_pb2 import PlaceDecodeResponse, PlacePrefillResponse, Report
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.flow.choice_run import ChoiceRun
@@ -17,6 +18,8 @@ from tidemill_mesh.errors import MeshError
 
 LOST = MeshError(errors_pb2.ERROR_CODE_WORKER_LOST, "gone")
 MAX_TOKENS = 12
+SOURCES = [BlockSource(holder=Target(endpoint="p-9:1"), num_blocks=3)]
+STORES = ["kvstore-1", "kvstore-3"]
 
 
 @dataclass
@@ -27,6 +30,9 @@ class World:
     asked: list = field(default_factory=list)
     open_legs: list = field(default_factory=list)
     hand_overs: list = field(default_factory=list)
+    moves: list = field(default_factory=list)
+    stays: list = field(default_factory=list)
+    aborted: list = field(default_factory=list)
     delivered: list = field(default_factory=list)
     finishes: list = field(default_factory=list)
     failures: list = field(default_factory=list)
@@ -49,8 +55,17 @@ class World:
     def place_decode(self, run, prefill):
         self.asked.append(("decode", run.attempt))
 
+    def place_move(self, run, source):
+        self.moves.append(source)
+
+    def stay(self, leg):
+        self.stays.append(leg)
+
     def open(self, leg, submit):
         assert bytes(submit.token_ids) == pack_tokens([1, 2, 3, *self.submitted(submit)])
+        # Whoever may compute a prompt is told where its placement has seen blocks of it.
+        has_blocks = submit.stage != pb.Submit.STAGE_DECODE
+        assert (list(submit.block_sources), list(submit.stores)) == ((SOURCES, STORES) if has_blocks else ([], []))
         self.open_legs.append(leg)
 
     def submitted(self, submit):
@@ -66,6 +81,8 @@ class World:
         self.credits += tokens
 
     def close_leg(self, leg, *, abort):
+        if abort:
+            self.aborted.append(leg)
         if leg in self.open_legs:
             self.open_legs.remove(leg)
 
@@ -89,13 +106,24 @@ class World:
         target = Target(domain=DomainRef(instance=f"{kind}-{self.placed}"))
         held = self.reservations.hold("r", f"res-{self.placed}", target.domain, 9.0, decode=kind == "decode", tokens=3)
         if kind == "prefill":
-            self.run.prefill_placed(attempt, PlacePrefillResponse(target=target, whole=whole), held)
+            placed = PlacePrefillResponse(target=target, whole=whole, sources=SOURCES, stores=STORES)
+            self.run.prefill_placed(attempt, placed, held)
         else:
             self.run.decode_placed(attempt, PlaceDecodeResponse(target=target), held)
 
-    def ticket(self):
+    def answer_move(self, *, room=True):
+        source = self.moves.pop(0)
+        if not room:
+            self.run.move_placed(source, None, None)
+            return
+        self.placed += 1
+        target = Target(domain=DomainRef(instance=f"decode-{self.placed}"))
+        held = self.reservations.hold("r", f"res-{self.placed}", target.domain, 9.0, decode=True, tokens=3)
+        self.run.move_placed(source, PlaceDecodeResponse(target=target), held)
+
+    def ticket(self, *, secret=b"s"):
         leg = self.hand_overs.pop(0)
-        self.run.on_ticket(leg, pb.Ticket(secret=b"s"))
+        self.run.on_ticket(leg, pb.Ticket(secret=secret))
 
     def output(self, leg, **fields):
         self.run.on_output(leg, pb.Output(key=leg.key, **fields))
@@ -182,6 +210,39 @@ def test_a_lost_decode_worker_starts_a_new_attempt_that_excludes_it():
     assert world.run.excluded == {lost.instance}
 
 
+def test_an_output_that_no_instance_has_room_for_is_named_as_the_first_one_named_it():
+    world = decoding()
+    world.emit(world.run.decode, 1, hand_over_done=True)
+    full = MeshError(
+        errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, "outgrown", field="sampling.max_tokens", limit="5 tokens"
+    )
+    world.output(world.run.decode, error=full.to_detail())
+    assert world.asked == [("prefill", 2)], "another instance may have more room"
+    too_long = MeshError(errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG, "prompt and output together", field="prompt_tokens")
+    world.run.place_failed(2, too_long)
+    [error] = world.failures
+    assert (error.code, error.field, error.limit) == (full.code, full.field, full.limit)
+
+
+def test_a_prompt_that_no_instance_has_room_for_is_named_as_such():
+    world = World()
+    world.run.start()
+    world.run.place_failed(1, MeshError(errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG, "", field="prompt_tokens"))
+    assert [error.field for error in world.failures] == ["prompt_tokens"]
+
+
+@pytest.mark.parametrize("end", ["cancel", "expire", "stop"])
+def test_both_legs_are_told_at_once_when_a_client_leaves_or_its_time_is_over(end):
+    world = decoding()
+    legs = [world.run.prefill, world.run.decode]
+    getattr(world.run, end)()
+    assert world.aborted == legs
+    moved, source = moving()
+    legs = [source, moved.run.decode]
+    getattr(moved.run, end)()
+    assert moved.aborted == legs
+
+
 def test_outputs_of_an_older_attempt_are_dropped():
     world = decoding()
     old = world.run.decode
@@ -190,11 +251,38 @@ def test_outputs_of_an_older_attempt_are_dropped():
     assert world.delivered == [100]
 
 
-def test_a_gap_in_positions_is_an_error_not_a_splice():
+def test_a_gap_in_positions_is_another_attempt_not_a_splice():
     world = decoding()
     world.emit(world.run.decode, 2)
+    assert world.delivered == [100]
+    assert not world.failures
+    assert (world.run.attempt, world.asked[-1]) == (2, ("prefill", 2))
+
+
+def test_a_repeated_position_is_an_error_not_a_splice():
+    world = decoding()
+    world.emit(world.run.decode, 0)
     assert world.failures[0].code == errors_pb2.ERROR_CODE_INTERNAL
     assert world.delivered == [100]
+
+
+def test_a_stage_that_its_worker_has_lost_is_tried_again():
+    world = decoding()
+    lost = world.run.decode
+    world.run.on_forgotten(lost, LOST)
+    assert (world.run.attempt, world.asked[-1]) == (2, ("prefill", 2))
+    world.run.on_forgotten(lost, LOST)
+    assert world.run.attempt == 2
+
+
+def test_kv_that_waits_in_prefill_is_no_lost_stage():
+    world = World()
+    world.run.start()
+    world.answer_placement()
+    prefill = world.run.prefill
+    world.emit(prefill, 0, finish=pb.FINISH_PREFILLED)
+    world.run.on_forgotten(prefill, LOST)
+    assert world.run.attempt == 1
 
 
 def test_no_ticket_within_its_bound_is_a_failure():
@@ -229,11 +317,128 @@ def test_credit_follows_what_the_client_takes():
     assert world.credits == 5
 
 
+def moving() -> tuple[World, object]:
+    """Three tokens are out, and another worker has been given the ticket."""
+    world = decoding()
+    source = world.run.decode
+    world.emit(source, 1, hand_over_done=True)
+    world.output(source, move_due=True)
+    world.emit(source, 2)
+    world.answer_move()
+    world.ticket()
+    return world, source
+
+
+def test_a_running_request_goes_on_at_another_worker_with_the_next_token():
+    world, source = moving()
+    other = world.run.decode
+    assert other is not source
+    assert other.stage == pb.Submit.STAGE_DECODE
+    world.emit(other, 3, hand_over_done=True)
+    assert source.closed
+    world.emit(other, 4, finish=pb.FINISH_STOP)
+    assert world.delivered == [100, 101, 102, 103, 104]
+    assert not world.open_legs
+    assert not world.reservations.live
+    assert world.run.attempt == 1
+
+
+def test_without_room_elsewhere_it_stays_and_may_be_offered_again():
+    world = decoding()
+    source = world.run.decode
+    world.emit(source, 1, hand_over_done=True)
+    for round in range(1, 3):
+        world.output(source, move_due=True)
+        world.answer_move(room=False)
+        assert world.stays == [source] * round
+    world.output(source, move_due=True)
+    world.answer_move()
+    world.ticket(secret=b"")
+    assert world.run.decode is source
+    world.emit(source, 2, finish=pb.FINISH_STOP)
+    assert world.finishes == [pb.FINISH_STOP]
+    assert not world.reservations.live
+
+
+def test_one_that_is_still_being_handed_over_stays():
+    world = decoding()
+    world.output(world.run.decode, move_due=True)
+    assert not world.moves
+    assert world.stays == [world.run.decode]
+
+
+@pytest.mark.parametrize("how", ["lost", "error"])
+def test_when_the_other_worker_fails_it_goes_on_where_it_was(how):
+    world, source = moving()
+    other = world.run.decode
+    if how == "lost":
+        world.open_legs.remove(other)
+        world.run.on_lost(other, LOST)
+    else:
+        world.output(other, finish=pb.FINISH_ERROR, error=LOST.to_detail())
+    assert world.stays == [source]
+    assert (world.run.attempt, world.run.decode) == (1, source)
+    world.emit(source, 3, finish=pb.FINISH_LENGTH)
+    assert world.delivered == [100, 101, 102, 103]
+    assert not world.reservations.live
+
+
+def test_where_it_goes_on_it_has_the_credit_that_the_other_was_given_meanwhile():
+    """A slow reader takes all that there is while the other worker fails: nothing more would be taken, or sent."""
+    world, source = moving()
+    assert source.may_resume
+    other, window = world.run.decode, world.run.request.credit_tokens
+    world.run.consumed(5)
+    assert (other.out_of_credit_at, source.out_of_credit_at) == (window + 5, window)
+    world.output(other, finish=pb.FINISH_ERROR, error=LOST.to_detail())
+    assert source.out_of_credit_at == window + 5
+    assert world.credits == 10
+    assert not source.may_resume
+
+
+def test_a_worker_that_has_nothing_left_to_go_on_with_costs_an_attempt():
+    world, source = moving()
+    world.output(world.run.decode, finish=pb.FINISH_ERROR, error=LOST.to_detail())
+    gone = MeshError(errors_pb2.ERROR_CODE_NOT_FOUND, "not here")
+    world.output(source, finish=pb.FINISH_ERROR, error=gone.to_detail())
+    assert world.asked == [("prefill", 2)]
+
+
+def test_a_worker_that_nobody_fetched_from_goes_on_and_the_other_is_dropped():
+    world, source = moving()
+    other = world.run.decode
+    world.emit(source, 3)
+    assert world.run.decode is source
+    assert other.closed
+    assert world.open_legs == [source]
+
+
+def test_a_worker_lost_while_it_is_fetched_from_leaves_it_to_the_other():
+    world, source = moving()
+    world.open_legs.remove(source)
+    world.run.on_lost(source, LOST)
+    world.emit(world.run.decode, 3, finish=pb.FINISH_STOP)
+    assert world.finishes == [pb.FINISH_STOP]
+
+
+def test_a_ticket_that_does_not_come_ends_the_move_not_the_request():
+    world = decoding()
+    source = world.run.decode
+    world.emit(source, 1, hand_over_done=True)
+    world.output(source, move_due=True)
+    world.answer_move()
+    world.run.check_progress(world.now + 4.0, lambda leg: world.now + 4.0)
+    assert world.stays == [source]
+    assert world.asked == []
+    world.ticket()
+    assert world.run.decode is source
+
+
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
             ["place", "place_whole", "ticket", "token", "due", "prefilled", "done", "stop", "length", "error", "lost",
-             "progress", "refused"]
+             "progress", "refused", "move", "moved", "no_room", "no_ticket"]
         ),
         st.integers(0, 3),
     ),
@@ -250,6 +455,12 @@ def act(world: World, action: str, which: int) -> None:
     elif action == "ticket":
         if world.hand_overs:
             world.ticket()
+    elif action in ("moved", "no_room"):
+        if world.moves:
+            world.answer_move(room=action == "moved")
+    elif action == "no_ticket":
+        if world.hand_overs:
+            world.ticket(secret=b"")
     elif action == "progress":
         world.run.check_progress(world.now + 30.0 * which, lambda leg: 0.0)
     elif action == "refused":
@@ -260,6 +471,7 @@ def act(world: World, action: str, which: int) -> None:
         position += early
         reactions = {
             "token": lambda: world.emit(leg, position),
+            "move": lambda: world.output(leg, move_due=True),
             "due": lambda: world.output(leg, hand_over_due=True),
             "prefilled": lambda: world.emit(leg, position, finish=pb.FINISH_PREFILLED),
             "done": lambda: world.emit(leg, position, hand_over_done=True),
@@ -283,6 +495,8 @@ def test_whatever_happens_it_ends_once_and_holds_nothing(actions, end):
     getattr(world.run, end)()
     while world.asked:
         world.answer_placement()
+    while world.moves:
+        world.answer_move()
     assert world.run.done
     assert not world.open_legs
     assert not world.reservations.live

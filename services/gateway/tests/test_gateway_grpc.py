@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture
 def mesh(shared_mesh):
     for worker in shared_mesh.fleet.values():
-        worker.answer, worker.step_s = canned(TEXT), 0.001
+        worker.answer, worker.step_s, worker.paused = canned(TEXT), 0.001, False
         worker.submits.clear()
     return shared_mesh
 
@@ -40,8 +40,10 @@ async def test_text_messages_and_ids_give_tokens(client):
         assert (await client.complete(model="tiny", max_tokens=20, **given)).text == TEXT[:20]
 
 
-async def test_usage_timing_and_placement_come_with_the_last_message_only(client):
+async def test_usage_and_timing_come_with_the_last_message_only_and_placement_with_the_first_too(client):
     messages = await responses(client, text="hello", max_tokens=8, include_placement=True)
+    assert [i for i, m in enumerate(messages) if m.HasField("placement")] == [0, len(messages) - 1]
+    assert messages[0].placement.prefill_instance == messages[-1].placement.prefill_instance != ""
     assert [m.HasField("usage") for m in messages] == [False] * (len(messages) - 1) + [True]
     last = messages[-1]
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens_l1) == (5, 8, 16)
@@ -108,12 +110,14 @@ async def test_an_unknown_model_is_not_found(client):
 
 async def test_a_live_request_id_is_refused_a_second_time(client, mesh):
     for worker in mesh.fleet.values():
-        worker.step_s = 0.02
+        worker.paused = True
     first = asyncio.create_task(client.complete(model="tiny", text="x", max_tokens=30, request_id="same"))
     await mesh.until(lambda: mesh.holds() > 0)
     with pytest.raises(TidemillError) as caught:
         await client.complete(model="tiny", text="x", request_id="same")
     assert caught.value.code == errors_pb2.ERROR_CODE_ALREADY_EXISTS
+    for worker in mesh.fleet.values():
+        worker.paused = False
     assert (await first).text == TEXT[:30]
 
 

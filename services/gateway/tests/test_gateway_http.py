@@ -10,7 +10,7 @@ import pytest
 from gateway_emulated import TEXT, canned, tiny_assets
 
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tidemill_gateway.http.server import listen
+from tidemill_gateway.http.server import bind
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -18,8 +18,14 @@ BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
 
 @pytest.fixture
 async def http(emulated_mesh):
-    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=20) as http:
+    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=120) as http:
         yield http
+
+
+def pause(mesh, paused):
+    """Workers give no outputs until they go on."""
+    for worker in mesh.fleet.values():
+        worker.paused = paused
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,7 @@ async def test_a_body_that_is_no_json_object_is_refused(http, body):
 async def test_a_large_body_is_refused_with_the_limit(bare_mesh):
     bare_mesh.settings = replace(bare_mesh.settings, max_body_bytes=2048)
     await bare_mesh.start_gateway()
-    async with httpx2.AsyncClient(base_url=bare_mesh.http) as http:
+    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=120) as http:
         answer = await http.post(CHAT, content=b"x" * 3_000_000)
         assert answer.status_code == 413
         assert answer.json()["error"]["limit"] == "2048 bytes"
@@ -60,7 +66,7 @@ async def test_health_ready_and_metrics_answer(http):
 async def test_without_workers_the_answer_says_when_to_retry(bare_mesh):
     bare_mesh.settings = replace(bare_mesh.settings, placement_wait_s=0.2)
     await bare_mesh.start_gateway()
-    async with httpx2.AsyncClient(base_url=bare_mesh.http) as http:
+    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=120) as http:
         answer = await http.post(CHAT, json=BODY)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
@@ -72,7 +78,7 @@ async def test_without_workers_the_answer_says_when_to_retry(bare_mesh):
 async def test_a_request_waits_for_a_worker_that_is_starting(bare_mesh):
     await bare_mesh.add(ROLE_PREFILL)
     await bare_mesh.start_gateway()
-    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=20) as http:
+    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=120) as http:
         asked = asyncio.create_task(http.post(CHAT, json=BODY))
         await asyncio.sleep(0.3)
         assert not asked.done()
@@ -88,24 +94,28 @@ async def test_keys_name_tenants_and_others_are_refused(bare_mesh, tmp_path):
     await bare_mesh.add(ROLE_DECODE)
     await bare_mesh.start_gateway()
     await bare_mesh.until_ready()
-    async with httpx2.AsyncClient(base_url=bare_mesh.http) as http:
+    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=120) as http:
         for headers in ({}, {"authorization": "Bearer sk-two"}, {"authorization": "Basic sk-one"}):
             answer = await http.post(CHAT, json=BODY, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         answer = await http.post(CHAT, json=BODY, headers={"authorization": "Bearer sk-one"})
         assert answer.status_code == 200
         assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/ready")).status_code == 200
+        # Counters of all tenants are the operator's, on a port of its own.
+        for headers in ({}, {"authorization": "Bearer sk-one"}):
+            assert (await http.get("/metrics", headers=headers)).status_code == 404
     assert prefill.submits[-1].tenant == "acme"
 
 
 async def test_a_live_request_id_is_refused_a_second_time(emulated_mesh, http):
-    for worker in emulated_mesh.fleet.values():
-        worker.step_s = 0.02
+    pause(emulated_mesh, True)
     headers = {"x-request-id": "same"}
     slow = asyncio.create_task(http.post(CHAT, json=BODY | {"max_tokens": 50}, headers=headers))
     await emulated_mesh.until(lambda: emulated_mesh.holds() > 0)
     answer = await http.post(CHAT, json=BODY, headers=headers)
     assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+    pause(emulated_mesh, False)
     assert (await slow).status_code == 200
     assert (await http.post(CHAT, json=BODY, headers=headers)).status_code == 200
 
@@ -122,7 +132,7 @@ async def test_a_client_that_leaves_ends_its_request(emulated_mesh, stream):
     await emulated_mesh.until(lambda: any(w.running and "decode" in w.instance for w in emulated_mesh.fleet.values()))
     writer.close()
     await emulated_mesh.until(lambda: emulated_mesh.holds() == 0)
-    async with httpx2.AsyncClient(base_url=emulated_mesh.http) as http:
+    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=120) as http:
         assert set((await http.get("/debug/holds")).json().values()) == {0}
         assert 'outcome="cancelled"} 1.0' in (await http.get("/metrics")).text
 
@@ -142,7 +152,7 @@ async def test_a_slow_reader_is_cut_off_and_others_keep_their_pace(bare_mesh):
         slow.send(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
         decode = next(w for w in bare_mesh.fleet.values() if "decode" in w.instance)
         await bare_mesh.until(lambda: any(r.credit <= 0 for r in decode.running.values()), bound_s=60)
-        async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=20) as http:
+        async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=120) as http:
             quick = await http.post(CHAT, json=BODY | {"max_tokens": 200})
             assert quick.json()["usage"]["completion_tokens"] == 200
             await bare_mesh.until(lambda: bare_mesh.holds() == 0)
@@ -150,7 +160,7 @@ async def test_a_slow_reader_is_cut_off_and_others_keep_their_pace(bare_mesh):
 
 
 async def test_accepted_sockets_send_small_writes_at_once():
-    listener = listen("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     listener.listen()
     client = socket.create_connection(listener.getsockname())
     accepted, _ = listener.accept()
@@ -161,7 +171,7 @@ async def test_accepted_sockets_send_small_writes_at_once():
 
 async def test_two_hundred_requests_at_once_all_end_and_leave_nothing(emulated_mesh):
     limits = httpx2.Limits(max_connections=200)
-    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=60, limits=limits) as http:
+    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=120, limits=limits) as http:
         answers = await asyncio.gather(*[http.post(CHAT, json=BODY | {"max_tokens": 32}) for _ in range(200)])
         assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {TEXT[:32]}
         await emulated_mesh.until(lambda: emulated_mesh.holds() == 0)
@@ -174,8 +184,12 @@ async def test_a_full_gateway_says_when_to_retry(bare_mesh):
         await bare_mesh.add(role, step_s=0.01)
     await bare_mesh.start_gateway()
     await bare_mesh.until_ready()
-    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=20) as http:
-        answers = await asyncio.gather(*[http.post(CHAT, json=BODY | {"max_tokens": 20}) for _ in range(4)])
+    async with httpx2.AsyncClient(base_url=bare_mesh.http, timeout=120) as http:
+        pause(bare_mesh, True)
+        asked = [asyncio.create_task(http.post(CHAT, json=BODY | {"max_tokens": 20})) for _ in range(4)]
+        await bare_mesh.until(lambda: sum(task.done() for task in asked) == 2)
+        pause(bare_mesh, False)
+        answers = await asyncio.gather(*asked)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert refused.headers["retry-after"] == "1"
@@ -185,16 +199,18 @@ async def test_a_full_gateway_says_when_to_retry(bare_mesh):
 async def test_a_draining_gateway_finishes_streams_and_refuses_new_work(emulated_mesh):
     for worker in emulated_mesh.fleet.values():
         worker.step_s = 0.01
-    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=20) as http:
+    async with httpx2.AsyncClient(base_url=emulated_mesh.http, timeout=120) as http:
         await http.get("/health")
         running = asyncio.create_task(http.post(CHAT, json=BODY | {"max_tokens": 60}))
         await emulated_mesh.until(lambda: emulated_mesh.holds() > 0)
+        pause(emulated_mesh, True)
         emulated_mesh.drain.request()
         await asyncio.sleep(0.05)
         health = await http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         refused = await http.post(CHAT, json=BODY)
         assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        pause(emulated_mesh, False)
         answer = await running
         assert answer.json()["usage"]["completion_tokens"] == 60
     await emulated_mesh.task

@@ -112,7 +112,7 @@ async def test_content_parts_null_content_and_tool_messages_are_taken(client, em
 
 async def test_unknown_fields_are_ignored_and_counted(client, emulated_mesh):
     await client.chat.completions.create(model="tiny", messages=HI, max_tokens=2, extra_body={"banana": 1})
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=120) as http:
         metrics = (await http.get(f"{emulated_mesh.http}/metrics")).text
     assert "tidemill_gateway_unknown_fields_total 1.0" in metrics
 
@@ -284,6 +284,37 @@ async def test_a_required_call_is_confined_by_a_grammar(client, emulated_mesh):
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_arguments_are_streamed_as_they_come(client, emulated_mesh, choice):
+    arguments = '{"city": "Oslo", "days": [1, 2, 3]}'
+    says(emulated_mesh, arguments if choice is NAMED else f'[{{"name": "weather", "arguments": {arguments}}}]')
+    asked = {"model": "tiny", "messages": HI, "tools": [WEATHER], "tool_choice": choice}
+    chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert len(deltas) > 10
+    assert (deltas[0].index, deltas[0].type, deltas[0].function.name) == (0, "function", "weather")
+    assert deltas[0].id
+    assert {(delta.index, delta.id, delta.function.name) for delta in deltas[1:]} == {(0, None, None)}
+    assert "".join(delta.function.arguments for delta in deltas) == arguments
+    async with client.chat.completions.stream(**asked) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.tool_calls[0].function.arguments == arguments
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+async def test_calls_before_the_length_limit_are_kept(client, emulated_mesh):
+    one = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    says(emulated_mesh, f"[{one}, {one}, {one}]")
+    answer = await client.chat.completions.create(
+        model="tiny", messages=HI, tools=[WEATHER], tool_choice="required", max_tokens=2 * len(one) + 20
+    )
+    assert [call.function.arguments for call in answer.choices[0].message.tool_calls] == ['{"city": "Oslo"}'] * 2
+    assert answer.choices[0].finish_reason == "length"
+
+
 class City(BaseModel):
     name: str
 
@@ -350,7 +381,7 @@ async def test_a_failure_in_mid_stream_reaches_the_caller_as_an_error(client, em
     decode = next(worker for worker in emulated_mesh.fleet.values() if "decode" in worker.instance)
     decode.step_s = 0.05
     stream = await client.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=500, stream=True, extra_body={"timeout_s": 0.5}
+        model="tiny", messages=HI, max_tokens=500, stream=True, extra_body={"timeout_s": 3.0}
     )
     with pytest.raises(openai.APIError, match="deadline") as caught:
         await chunks_of(stream)

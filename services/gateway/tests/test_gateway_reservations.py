@@ -1,17 +1,26 @@
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
 from tidemill.mesh.v1.common_pb2 import DomainRef, InstanceRef
-from tidemill.mesh.v1.membership_pb2 import MembershipRecord
-from tidemill.mesh.v1.router_pb2 import Report, ReportResponse, RestoreResponse
+from tidemill.mesh.v1.membership_pb2 import ROLE_ROUTER, MembershipRecord
+from tidemill.mesh.v1.router_pb2 import (
+    Report,
+    ReportResponse,
+    RestoreResponse,
+    RouterAnswer,
+    RouterServiceConnectResponse,
+)
 from tidemill.mesh.v1.router_pb2_grpc import RouterServiceServicer, add_RouterServiceServicer_to_server
 from tidemill_gateway.flow.reservations import MAX_QUEUED_REPORTS, Reservations
+from tidemill_gateway.flow.router_client import CONNECT_RPC, RouterClient
 from tidemill_gateway.flow.router_reports import RouterReports
 from tidemill_mesh.channels import Channels
 from tidemill_mesh.config import ServiceSettings
 from tidemill_mesh.server import Servicer, serve_grpc
+from tidemill_mesh.tasks import end
 
 
 class Clock:
@@ -81,13 +90,18 @@ class RecordingRouter(RouterServiceServicer):
         self.reports.extend(request.reports)
         return ReportResponse(unknown_reservation_ids=self.unknown)
 
+    async def Connect(self, requests, context):
+        async for request in requests:
+            answers = [RouterAnswer(id=c.id, report=await self.Report(c.report, context)) for c in request.calls]
+            yield RouterServiceConnectResponse(answers=answers)
+
     async def Restore(self, request, context):
         self.restored.extend(live.reservation_id for live in request.reservations)
         return RestoreResponse()
 
 
-@pytest.fixture
-async def told():
+@pytest.fixture(params=[[], [CONNECT_RPC]], ids=["calls", "stream"])
+async def told(request):
     """A router that records, and the task's parts that tell it."""
     settings = ServiceSettings()
     router = RecordingRouter()
@@ -97,8 +111,13 @@ async def told():
         servicer = Servicer(add_RouterServiceServicer_to_server, router, "tidemill.mesh.v1.RouterService")
         server = await stack.enter_async_context(serve_grpc(settings, [servicer]))
         stack.push_async_callback(channels.close)
-        record = MembershipRecord(instance="router-1", incarnation="one", endpoint=server.endpoint)
-        reports = RouterReports(reservations, lambda: record, channels, lambda: InstanceRef(instance="g"))
+        record = MembershipRecord(
+            instance="router-1", role=ROLE_ROUTER, incarnation="one", endpoint=server.endpoint, rpcs=request.param
+        )
+        client = RouterClient(SimpleNamespace(records={"router-1": record}), channels)
+        closing = asyncio.create_task(client.run())
+        reports = RouterReports(reservations, lambda: record, channels, client, lambda: InstanceRef(instance="g"))
+        stack.push_async_callback(end, closing)
         yield router, reservations, reports, record
 
 

@@ -36,7 +36,7 @@ class Router:
                 "--etcd", settings.etcd, "--nats", settings.nats, "--liveness-s", "2.5"]  # fmt: skip
         with self._log_path.open("ab") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ)  # noqa: ASYNC220
-        await self._mesh.until(lambda: any(r.instance == instance for r in self.records()), bound_s=60)
+        await self._mesh.until(lambda: any(r.instance == instance for r in self.records()), bound_s=540)
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
@@ -59,7 +59,7 @@ async def ask(mesh, max_tokens=20):
 
 
 async def placed_by_router(mesh):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (done := await ask(mesh)).placement.degraded:
             await asyncio.sleep(0.1)
     return done
@@ -70,8 +70,9 @@ async def test_the_router_places_and_its_reservations_end(emulated_mesh, router)
     done = await placed_by_router(emulated_mesh)
     assert done.text == TEXT[:20]
     assert done.placement.prefill_terms
+    assert router.records()[0].stream_endpoint not in ("", router.records()[0].endpoint)
     await emulated_mesh.until(lambda: emulated_mesh.holds() == 0)
-    async with grpc.aio.insecure_channel(router.records()[0].endpoint) as channel, asyncio.timeout(20):
+    async with grpc.aio.insecure_channel(router.records()[0].endpoint) as channel, asyncio.timeout(120):
         stub = RouterServiceStub(channel)
         while any((await stub.GetRouterStatus(GetRouterStatusRequest())).holds.values()):
             await asyncio.sleep(0.05)

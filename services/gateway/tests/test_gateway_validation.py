@@ -1,6 +1,7 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from gateway_emulated import byte_tokenizer, tiny_assets
@@ -13,8 +14,8 @@ from tidemill_gateway.grpc_requests import to_spec
 from tidemill_gateway.http.chat_body import parse_chat
 from tidemill_gateway.http.completion_body import parse_completion
 from tidemill_gateway.intake import prepare
-from tidemill_gateway.models.served_model import load_model
-from tidemill_gateway.spec import GenerationSpec, SamplingSpec
+from tidemill_gateway.models.served_model import PIECE_CHARS, load_model
+from tidemill_gateway.spec import GenerationSpec, SamplingSpec, Tool
 from tidemill_gateway.validation import Limits, ModelLimits, check_request
 from tidemill_mesh.errors import MeshError
 
@@ -75,7 +76,7 @@ def completion(**fields) -> GenerationSpec:
         ("logit_bias", {"1": 101}, "logit_bias"),
         ("logit_bias", {str(i): 1 for i in range(1025)}, "logit_bias"),
         ("min_tokens", 30, "min_tokens"),
-        ("logprobs", 21, "top_logprobs"),
+        ("logprobs", 21, "logprobs"),
         ("priority", 101, "priority"),
         ("timeout_s", -1, "timeout_s"),
         ("timeout_s", 1e9, "timeout_s"),
@@ -106,6 +107,84 @@ def test_a_known_but_unsupported_field_is_refused_by_name(field):
     assert (caught.value.code, caught.value.field) == (errors_pb2.ERROR_CODE_UNSUPPORTED, field)
 
 
+def chat(**fields) -> GenerationSpec:
+    return parse_chat({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields)[0]
+
+
+def function(name: str = "f") -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+OBJECT = {"type": "json_object"}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "named"),
+    [
+        ({"response_format": {"type": "xml"}}, "UNSUPPORTED", "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "UNSUPPORTED", "response_format.type"),
+        ({"response_format": "json_object"}, "INVALID_ARGUMENT", "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "INVALID_ARGUMENT", "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "INVALID_ARGUMENT",
+            "response_format.json_schema.schema",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "UNSUPPORTED", "tools[0].type"),
+        ({"tools": [function(), {"type": "custom"}]}, "UNSUPPORTED", "tools[1].type"),
+        ({"tools": [function("no spaces")]}, "INVALID_ARGUMENT", "tools[0].name"),
+        ({"tools": [function(), function()]}, "INVALID_ARGUMENT", "tools"),
+        ({"tools": [function()], "tool_choice": "sometimes"}, "INVALID_ARGUMENT", "tool_choice"),
+        ({"tools": [function()], "tool_choice": {"type": "allowed_tools"}}, "UNSUPPORTED", "tool_choice.type"),
+        ({"tools": [function()], "tool_choice": function("g")}, "INVALID_ARGUMENT", "tool_choice"),
+        ({"tool_choice": "required"}, "INVALID_ARGUMENT", "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "UNSUPPORTED", "functions"),
+        ({"function_call": "auto"}, "UNSUPPORTED", "function_call"),
+        (
+            {"tools": [function()], "tool_choice": "required", "response_format": OBJECT},
+            "UNSUPPORTED",
+            "response_format",
+        ),
+        (
+            {"tools": [function()], "tool_choice": function(), "response_format": SCHEMA},
+            "UNSUPPORTED",
+            "response_format",
+        ),
+        ({"tools": [function()], "response_format": OBJECT}, "UNSUPPORTED", "response_format"),
+        ({"tools": [function()], "tool_choice": "auto", "response_format": SCHEMA}, "UNSUPPORTED", "response_format"),
+    ],
+)
+def test_tools_and_formats_that_do_not_work_are_refused_by_field(fields, code, named):
+    with pytest.raises(MeshError) as caught:
+        admit(chat(**fields))
+    assert (errors_pb2.ErrorCode.Name(caught.value.code), caught.value.field) == (f"ERROR_CODE_{code}", named)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [function()]},
+        {"tools": [function()], "tool_choice": "none", "response_format": OBJECT},
+        {"tools": [], "response_format": SCHEMA},
+        {"tools": [function(), function("g")], "tool_choice": function("g")},
+        {"tools": [function()], "response_format": {"type": "text"}},
+        {"functions": [], "function_call": "none", "tools": None, "tool_choice": None, "response_format": None},
+    ],
+)
+def test_tools_and_formats_that_work_are_taken(fields):
+    admit(chat(**fields))
+
+
+def test_by_grpc_too_a_format_that_forbids_every_call_is_refused():
+    request = pb.GenerateRequest(model="tiny", chat=pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")]))
+    request.tools.add(name="f")
+    admit(to_spec(request, ""))
+    request.response_format.type = pb.ResponseFormat.TYPE_JSON_OBJECT
+    error = refusal(to_spec(request, ""))
+    assert (error.code, error.field) == (errors_pb2.ERROR_CODE_UNSUPPORTED, "response_format")
+
+
 def test_unknown_fields_are_reported_not_refused():
     assert parse_completion({"model": "m", "prompt": "p", "banana": 1})[2] == ["banana"]
 
@@ -123,6 +202,41 @@ def test_prompt_and_output_must_fit_the_context(prompt_tokens, max_tokens, fits)
     error = refusal(spec)
     assert error.code == errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG
     assert error.limit == "1024 tokens"
+
+
+def test_limits_are_numbers_that_a_caller_may_copy():
+    assert refusal(completion(max_tokens=1 << 40)).limit == "[1..2147483647]"
+    assert refusal(completion(seed=1 << 63)).limit == f"[{-(1 << 63)}..{(1 << 63) - 1}]"
+    assert refusal(completion(top_p=1.5)).limit == "(0..1]"
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+
+    def encode_batch_fast(self, texts, **options):
+        self.chars += sum(map(len, texts))
+        return MODEL.tokenizer.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("longest_token_chars", [MODEL.longest_token_chars, 0], ids=["by length", "by a piece"])
+@pytest.mark.parametrize("spec", [completion(prompt="x" * (4 << 20)), completion(prompt=["a", "é" * (4 << 20)])])
+def test_a_text_of_far_too_many_tokens_is_refused_before_it_is_tokenised(spec, longest_token_chars):
+    tokenizer = Counting()
+    model = replace(MODEL, tokenizer=tokenizer, words=None, longest_token_chars=longest_token_chars)
+    model.tokenizer.encode = MODEL.tokenizer.encode
+    with pytest.raises(MeshError) as caught:
+        asyncio.run(prepare(spec, model, MODEL_LIMITS, b"salt", 4096))
+    assert caught.value.code == errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG
+    assert (caught.value.field, caught.value.limit) == ("prompt", "1024 tokens")
+    assert tokenizer.chars <= 1024 * PIECE_CHARS
+
+
+def test_a_long_text_of_few_tokens_is_not_refused_by_its_length():
+    model = replace(MODEL, longest_token_chars=64)
+    assert asyncio.run(model.encode_within("x" * 20_000, 20_000, add_special_tokens=False)) == [ord("x")] * 20_000
 
 
 def test_a_request_must_fit_the_largest_pool():
@@ -145,6 +259,28 @@ def test_model_defaults_fill_what_a_request_leaves_open():
     prepared = asyncio.run(prepare(completion(top_k=3), model, MODEL_LIMITS, b"", 16))
     sampling = prepared.choices[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "named"),
+    [("none", [], ""), ("auto", ["f", "g"], ""), ({"type": "function", "function": {"name": "g"}}, ["f", "g"], "g")],
+)
+def test_what_is_prepared_keeps_of_its_spec_only_what_the_answer_needs(choice, names, named):
+    function = {"description": "long", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    tools = [{"type": "function", "function": function | {"name": name}} for name in ("f", "g")]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": choice}
+    spec = parse_chat(body)[0]
+    spec.json_schema = "of no use to a format of text"
+    spec.tool_name = spec.tool_name or "unknown"
+    admit(spec)
+    assert (spec.chat, spec.json_schema) == (None, "")
+    assert (spec.tools, spec.tool_name) == ([Tool(name) for name in names], named)
+
+
+def test_a_prompt_is_not_kept_beside_its_tokens():
+    spec = completion()
+    admit(spec)
+    assert spec.prompts == []
 
 
 # --- fuzz: whatever comes in, only MeshError comes out ----------------------------------------------------------------

@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import boto3
 import grpc
 import pytest
+from moto.server import ThreadedMotoServer
 
 from tidemill.mesh.v1 import kvstore_pb2_grpc, worker_pb2_grpc
 from tidemill_local import processes, servers
@@ -20,12 +24,13 @@ from tidemill_local.home import Home
 from tidemill_mesh.config import ServiceSettings
 from tidemill_transfer.agent import TransferAgent, open_agent
 
-START_S = 60.0
+# Against hangs only: a slow machine may take minutes to start a process.
+START_S = 540.0
 MIB = 1 << 20
 SMALL = {
     "capacity_bytes": 64 * MIB,
     "segment_bytes": MIB,
-    "inflight_bytes": 2 * MIB,
+    "inflight_bytes": 4 * MIB,
     "max_message_bytes": MIB,
     "max_waiting": 20,
 }
@@ -72,7 +77,7 @@ class KvStoreProcess:
         assert self.process is not None
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=300)
 
 
 @pytest.fixture(scope="session")
@@ -93,7 +98,7 @@ def mesh_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
                 time.sleep(0.05)
     yield f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}"
     for record in (etcd, nats):
-        processes.stop(record, run_dir=home.run, grace_s=2.0)
+        processes.stop(record, run_dir=home.run, grace_s=60.0)
 
 
 @pytest.fixture(scope="session")
@@ -101,18 +106,70 @@ def shared_kvstore(
     tmp_path_factory: pytest.TempPathFactory, mesh_servers: tuple[str, str]
 ) -> Iterator[tuple[KvStoreProcess, str, ServiceSettings]]:
     """(process, endpoint, settings of its mesh) of a small kvstore that no test may harm."""
-    settings = ServiceSettings(mesh="shared", liveness_s=1.5, etcd=mesh_servers[0], nats=mesh_servers[1])
+    settings = ServiceSettings(mesh="shared", liveness_s=6.0, etcd=mesh_servers[0], nats=mesh_servers[1])
     kvstore = KvStoreProcess(tmp_path_factory.mktemp("shared"), settings, transport="tcp", **SMALL)
     yield kvstore, kvstore.start(), settings
     assert kvstore.end(signal.SIGTERM) == 0, kvstore.log[-3000:]
     assert "Traceback" not in kvstore.log, kvstore.log[-3000:]
 
 
+@pytest.fixture(scope="session", params=["rclone", "moto"])
+def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an S3 server on this machine: one that keeps objects on a disk and checks signatures, and an emulator of
+    S3's own answers."""
+    with rclone_server(tmp_path_factory.mktemp("s3")) if request.param == "rclone" else moto_server() as url:
+        yield url
+
+
+@contextmanager
+def rclone_server(folder: Path) -> Iterator[str]:
+    """`rclone serve s3` over a folder, as a process."""
+    (folder / "objects").mkdir()
+    argv = [str(Path(sys.executable).with_name("rclone")), "serve", "s3", str(folder / "objects"), "--config="]
+    argv += ["--addr=127.0.0.1:0", "--auth-key=kvstore,secret", "--cache-dir", str(folder / "cache")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + START_S
+        while not (started := re.search(r"http://127\.0\.0\.1:\d+", (folder / "log").read_text())):
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < end, "the S3 server does not start"
+            time.sleep(0.02)
+        yield started[0]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """Moto, in a thread."""
+    made = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    made.start()
+    host, port = made.get_host_and_port()
+    yield f"http://{host}:{port}"
+    made.stop()
+
+
+@pytest.fixture
+def make_bucket(s3_server: str) -> Callable[[str], None]:
+    """Makes a bucket on the S3 server."""
+
+    client = boto3.client(
+        "s3", "us-east-1", endpoint_url=s3_server, aws_access_key_id="kvstore", aws_secret_access_key="secret"
+    )
+
+    def make(name: str) -> None:
+        client.create_bucket(Bucket=name)
+
+    return make
+
+
 @pytest.fixture
 def mesh_settings(mesh_servers: tuple[str, str], request: pytest.FixtureRequest) -> ServiceSettings:
     """A mesh of the test's own."""
     mesh = "".join(letter if letter.isalnum() else "-" for letter in request.node.name.lower())[:60]
-    return ServiceSettings(mesh=mesh, liveness_s=1.5, etcd=mesh_servers[0], nats=mesh_servers[1])
+    return ServiceSettings(mesh=mesh, liveness_s=6.0, etcd=mesh_servers[0], nats=mesh_servers[1])
 
 
 @pytest.fixture

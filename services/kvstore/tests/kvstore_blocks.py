@@ -7,11 +7,13 @@ from tidemill_kvstore.store import SegmentStore
 from tidemill_transfer.checksum import checksum64
 
 
-def make(number: int, size: int = 1000, *, snapshot: bool = False, shard: str = "all", parent: bytes = b""):
+def make(
+    number: int, size: int = 1000, *, snapshot: bool = False, shard: str = "all", parent: bytes = b"", tenant: str = ""
+):
     """A block whose bytes follow from its number (and whether it has its snapshot)."""
     payload = np.random.default_rng([number, snapshot]).integers(0, 256, size, np.uint8)
     block_hash = number.to_bytes(16, "big")
-    header = RecordHeader(block_hash, parent, "v1/b16/kv", shard, size, checksum64(payload), snapshot, 16)
+    header = RecordHeader(block_hash, parent, "v1/b16/kv", shard, size, checksum64(payload), snapshot, 16, tenant)
     return header, payload
 
 

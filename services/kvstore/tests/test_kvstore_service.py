@@ -12,6 +12,8 @@ import pytest
 from tidemill.mesh.v1 import common_pb2, events_pb2, kvstore_pb2, membership_pb2, worker_pb2
 from tidemill.v1 import errors_pb2
 from tidemill_kvcache.hashing import split_hashes
+from tidemill_kvcache.kv_format import format_id
+from tidemill_mesh import request_ids
 from tidemill_mesh.bus import Bus
 from tidemill_mesh.errors import MeshError, from_rpc_error
 from tidemill_mesh.load import kv_subject
@@ -53,7 +55,7 @@ class Worker:
         self.kv_format = kv_format
         self.store_address = ""
 
-    async def put(self, headers, *, contiguous: bool = True, data=None, deadline_s: float = 20.0):
+    async def put(self, headers, *, contiguous: bool = True, data=None, deadline_s: float = 120.0, tenant: str = ""):
         for header in headers:
             header.kv_format = self.kv_format
         payloads = [bytes_of(int.from_bytes(h.block_hash, "big"), h.size_bytes) for h in headers]
@@ -66,9 +68,10 @@ class Worker:
             first_tag=tag,
             deadline_s=deadline_s,
             contiguous=contiguous,
+            tenant=tenant,
         )
         async with asyncio.TaskGroup() as group:
-            answer = group.create_task(self.call(self.stub.Put(request)))
+            answer = group.create_task(self.call(self.stub.Put(request, metadata=request_ids.outgoing())))
             for index, message in enumerate(messages):
                 group.create_task(self.agent.send(self.store_address, tag + index, message, deadline_s))
         return answer.result()
@@ -80,14 +83,14 @@ class Worker:
             block_hashes=b"".join(map(hash_of, numbers)),
             dest_address=self.agent.address,
             tag=new_tag(),
-            deadline_s=20.0,
+            deadline_s=120.0,
             max_bytes=max_bytes,
         )
-        answer = await self.call(self.stub.Get(request))
+        answer = await self.call(self.stub.Get(request, metadata=request_ids.outgoing()))
         if not answer.blocks:
             return []
         out = np.zeros(answer.size_bytes, np.uint8)
-        await self.agent.recv(self.store_address, request.tag, out, 20.0)
+        await self.agent.recv(self.store_address, request.tag, out, 120.0)
         found, offset = [], 0
         for header in answer.blocks:
             payload = out[offset : offset + header.size_bytes]
@@ -182,10 +185,16 @@ async def test_has_tells_the_leading_run_and_its_snapshots(worker):
     request = kvstore_pb2.HasRequest(kv_format=worker.kv_format, shard="all", block_hashes=hashes)
     answer = await worker.stub.Has(request)
     assert (answer.num_blocks, answer.snapshot_bitmap, answer.size_bytes) == (3, b"\x02", 15000)
+    assert list(answer.shards) == ["all"]
+    other = kvstore_pb2.HasRequest(kv_format=worker.kv_format, shard="0-2", block_hashes=hashes)
+    answer = await worker.stub.Has(other)
+    assert (answer.num_blocks, list(answer.shards)) == (0, ["all"])
 
 
-async def test_a_checksum_may_be_left_to_the_store_but_a_wrong_one_is_refused(worker):
-    answer = await worker.put([header_of(1, checksum=0), header_of(2, checksum=99), header_of(3)])
+async def test_a_checksum_may_be_left_to_the_store_but_a_wrong_one_is_refused(worker, shared_kvstore):
+    with request_ids.logged_as("offload-9"):
+        answer = await worker.put([header_of(1, checksum=0), header_of(2, checksum=99), header_of(3)])
+    assert "request_id=offload-9" in line_of(shared_kvstore[0], "blocks arrived with other bytes than were sent")
     assert list(answer.stored) == [True, False, True]
     assert answer.error.code == errors_pb2.ERROR_CODE_INVALID_ARGUMENT
     assert await worker.get([1]) == expected([1])
@@ -235,7 +244,7 @@ async def test_a_get_that_nobody_fetches_gives_its_memory_back(worker):
     await worker.put([header_of(1)])
     name = {"kv_format": worker.kv_format, "shard": "all", "block_hashes": hash_of(1)}
     for dest in (worker.agent.address, "tcp://127.0.0.1:1/gone"):
-        request = kvstore_pb2.GetRequest(**name, dest_address=dest, tag=new_tag(), deadline_s=0.5)
+        request = kvstore_pb2.GetRequest(**name, dest_address=dest, tag=new_tag(), deadline_s=4.0)
         assert (await worker.stub.Get(request)).size_bytes == 5000
     assert await worker.idle()
     assert await worker.get([1]) == expected([1])
@@ -243,7 +252,7 @@ async def test_a_get_that_nobody_fetches_gives_its_memory_back(worker):
 
 async def test_a_cancelled_put_leaves_nothing_behind(worker):
     request = kvstore_pb2.PutRequest(
-        blocks=[header_of(1)], source_address=worker.agent.address, first_tag=9, deadline_s=20.0, contiguous=True
+        blocks=[header_of(1)], source_address=worker.agent.address, first_tag=9, deadline_s=120.0, contiguous=True
     )
     put = worker.stub.Put(request)
     await asyncio.sleep(0.2)
@@ -265,14 +274,18 @@ async def test_calls_beyond_the_line_are_refused_with_a_time_to_retry(worker):
             blocks=[header_of(1, 1_000_000)],
             source_address=worker.agent.address,
             first_tag=new_tag(),
-            deadline_s=2.0,
+            deadline_s=120.0,
             contiguous=True,
         )
 
-    puts = [worker.call(worker.stub.Put(stuck())) for _ in range(24)]
-    results = await asyncio.gather(*puts, return_exceptions=True)
-    refused = [error for error in results if error.code == errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED]
-    assert len(refused) == 2
+    puts = [asyncio.ensure_future(worker.call(worker.stub.Put(stuck()))) for _ in range(24)]
+    await until(lambda: sum(put.done() for put in puts) >= 2)
+    await worker.stub.GetKvStoreStatus(kvstore_pb2.GetKvStoreStatusRequest())
+    for put in puts:
+        put.cancel()
+    ended = await asyncio.gather(*puts, return_exceptions=True)
+    refused = [error for error in ended if isinstance(error, MeshError)]
+    assert [error.code for error in refused] == [errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED] * 2
     assert all(error.retry_after_s > 0 for error in refused)
     assert await worker.idle()
 
@@ -292,6 +305,53 @@ async def test_blocks_survive_kill_9_and_the_folder_serves_one_process(start_kvs
     worker = await join(kvstore, kvstore.start())
     assert worker.record.incarnation != first
     assert await worker.get(range(1, 20)) == expected(range(1, 20))
+
+
+def line_of(kvstore, event: str) -> str:
+    """The first log line that tells this."""
+    return next(line for line in kvstore.log.splitlines() if event in line)
+
+
+@pytest.mark.full
+async def test_a_tenants_quota_is_what_the_settings_say(start_kvstore, join):
+    kvstore = start_kvstore(tenant_quota_bytes=30_000, tenant_quotas="small=10000")
+    worker = await join(kvstore, await asyncio.to_thread(kvstore.start))
+    for number in range(1, 5):
+        await worker.put([header_of(number)], tenant="small")
+        await worker.put([header_of(number + 10)], tenant="other")
+    assert await worker.get([4]) == expected([4])
+    assert [number for number in range(1, 5) if await worker.get([number])] == [3, 4]
+    status = await worker.stub.GetKvStoreStatus(kvstore_pb2.GetKvStoreStatusRequest())
+    assert dict(status.tenant_bytes) == {"small": 10_000, "other": 20_000}
+
+
+@pytest.mark.full
+async def test_one_damaged_block_has_its_neighbours_looked_at(start_kvstore, join):
+    kvstore = start_kvstore(log_level="debug")
+    worker = await join(kvstore, await asyncio.to_thread(kvstore.start))
+    await worker.put([header_of(i) for i in range(1, 7)])
+    damage(next((kvstore.folder / "data").glob("*.segment")))
+    with request_ids.logged_as("trace-1"):
+        assert await worker.get(range(1, 7)) == []
+    assert await worker.idle()
+    status = await worker.stub.GetKvStoreStatus(kvstore_pb2.GetKvStoreStatusRequest())
+    assert (status.blocks, status.counters["damaged_blocks"]) == (0, 6)
+    # Of the call, and of a thread that read for it.
+    for event in ("blocks read", "is damaged"):
+        assert "request_id=trace-1" in line_of(kvstore, event)
+    assert "request_id" not in line_of(kvstore, "blocks put")
+    await worker.put([header_of(i) for i in range(1, 7)])
+    assert await worker.get(range(1, 7)) == expected(range(1, 7))
+
+
+def damage(path) -> None:
+    """Flips bits of every block."""
+    with path.open("r+b") as segment:
+        for offset in range(0, path.stat().st_size, 2000):
+            segment.seek(offset)
+            byte = segment.read(1)
+            segment.seek(offset)
+            segment.write(bytes([byte[0] ^ 1]))
 
 
 async def test_the_mesh_follows_what_the_store_holds(start_kvstore, join, connect, mesh_settings):
@@ -317,6 +377,7 @@ async def test_the_mesh_follows_what_the_store_holds(start_kvstore, join, connec
             for event in batch.events:
                 if event.HasField("stored"):
                     assert event.stored.tier == common_pb2.TIER_L3
+                    assert event.stored.kv_format_id == format_id(FORMAT)
                     present.update(split_hashes(event.stored.block_hashes))
                 else:
                     present.difference_update(split_hashes(event.removed.block_hashes))
@@ -328,6 +389,7 @@ async def test_the_mesh_follows_what_the_store_holds(start_kvstore, join, connec
     stub = connect(endpoint)[1]
     snapshot = [message async for message in stub.GetSnapshot(worker_pb2.GetSnapshotRequest())]
     assert snapshot[-1].last
+    assert {run.kv_format_id for message in snapshot for run in message.blocks} == {format_id(FORMAT)}
     held = {h for message in snapshot for run in message.blocks for h in split_hashes(run.block_hashes)}
     await until(lambda: follow() >= snapshot[-1].sequence and batches[-1].heartbeat)
     assert [batch.sequence for batch in batches if not batch.heartbeat] == list(range(1, snapshot[-1].sequence + 1))
@@ -353,6 +415,32 @@ async def test_a_drained_store_leaves_the_mesh_and_ends_well(start_kvstore, join
     assert kvstore.instance not in view.records
     await view.close()
     assert "Traceback" not in kvstore.log
+
+
+@pytest.mark.full
+async def test_blocks_in_an_object_store_outlive_the_process_and_its_disk(start_kvstore, join, s3_server, make_bucket):
+    await asyncio.to_thread(make_bucket, "outlives")
+    chosen = {
+        "object_url": "s3://outlives/kv",
+        "object_endpoint": s3_server,
+        "object_access_key": "kvstore",
+        "object_secret_key": "secret",
+        "data_dir": "/nowhere",
+    }
+    first = start_kvstore(**chosen)
+    worker = await join(first, await asyncio.to_thread(first.start))
+    answer = await worker.put([header_of(1), header_of(2)])
+    assert list(answer.stored) == [True, True]
+    first.end(signal.SIGKILL)
+    again = start_kvstore(**chosen)
+    worker = await join(again, await asyncio.to_thread(again.start))
+    assert await worker.get([1, 2, 3]) == expected([1, 2])
+    assert await worker.idle()
+    status = await worker.stub.GetKvStoreStatus(kvstore_pb2.GetKvStoreStatusRequest())
+    assert status.blocks == 2
+    assert dict(status.tenant_bytes) == {"": 10_000}
+    assert again.end(signal.SIGTERM) == 0
+    assert "secret" not in again.log.replace("cache_secret", "").replace("object_secret_key", "")
 
 
 def test_help_names_every_setting():

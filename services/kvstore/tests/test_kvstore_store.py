@@ -9,17 +9,21 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tidemill_kvcache.kv_format import format_id
 from tidemill_kvcache.runs import RemovedRun, StoredRun
 from tidemill_kvstore.index import key_of
+from tidemill_kvstore.quotas import Quotas, parse_quotas
 from tidemill_kvstore.record import BadRecord, decode_header, encode_header
 from tidemill_kvstore.segment import segment_ids, segment_path
 from tidemill_kvstore.store import SegmentStore, StoreLocked
+from tidemill_transfer.checksum import checksum64
 
 KIB = 1024
 
@@ -69,6 +73,21 @@ def test_formats_and_shards_of_a_hash_are_apart(open_store):
     assert len(get(store, 1, "0-2")) == 1000
     assert len(get(store, 1, "2-4")) == 500
     assert get(store, 1, "all") is None
+
+
+def test_a_store_names_the_shards_that_it_has_as_long_as_it_has_them(tmp_path):
+    def opened():
+        return SegmentStore(tmp_path / "store", 32 * KIB, 8 * KIB, quotas=Quotas(by_tenant={"t": 4000}))
+
+    store = opened()
+    store.put([make(1, tenant="t"), make(1, shard="0-2", tenant="t"), make(2, shard="0-2", tenant="t")])
+    assert (store.shards("v1/b16/kv"), store.shards("v1/b32/kv")) == (["0-2", "all"], [])
+    store.put([make(3 + i, shard="2-4", tenant="t") for i in range(6)])
+    assert store.shards("v1/b16/kv") == ["2-4"]
+    store.close()
+    store = opened()
+    assert store.shards("v1/b16/kv") == ["2-4"]
+    store.close()
 
 
 def test_a_block_with_its_snapshot_replaces_one_without_and_never_the_reverse(open_store):
@@ -132,7 +151,7 @@ def test_every_coming_and_going_is_announced_once_in_order(open_store):
         if i % 3 == 0:
             get(store, i)
         follow()
-    assert present == {i.to_bytes(16, "big") for i in range(200) if get(store, i) or get(store, i, "0-2")}
+    assert present == {i.to_bytes(16, "big") for i in range(200) if get(store, i)}
     assert len(present) < 200
 
 
@@ -141,7 +160,7 @@ def test_a_run_of_one_put_is_announced_as_a_run(open_store):
     store.put([make(i, parent=(i - 1).to_bytes(16, "big") if i else b"") for i in range(5)])
     (run,) = store.take_events()
     assert isinstance(run, StoredRun)
-    assert run.parent == b""
+    assert (run.parent, run.kv_format_id) == (b"", format_id("v1/b16/kv"))
     assert len(run.hashes) == 5
 
 
@@ -180,7 +199,7 @@ def test_a_damaged_block_is_a_miss_that_is_taken_back_and_may_be_stored_again(op
     assert get(store, 1) is None
     assert get(store, 2) == make(2)[1].tobytes()
     assert store.counters["damaged_blocks"] == 1
-    assert store.take_events() == [RemovedRun([make(1)[0].block_hash])]
+    assert store.take_events() == [RemovedRun([make(1)[0].block_hash], format_id("v1/b16/kv"))]
     assert store.put([make(1)]) == [True]
     assert get(store, 1) == make(1)[1].tobytes()
 
@@ -223,6 +242,20 @@ def test_a_disk_that_refuses_leaves_earlier_blocks_whole(tmp_path):
     assert all(get(store, i) == make(i)[1].tobytes() for i in range(4))
     assert store.counters["bad_records"] == 0
     store.close()
+
+
+def test_a_segment_that_cannot_be_opened_does_not_end_the_store(open_store):
+    store = open_store()
+    in_the_way = segment_path(store._folder, 2)
+    in_the_way.mkdir()
+    stored = store.put([make(i) for i in range(10)])
+    assert stored.index(False) == sum(stored) > 0
+    assert store.put([make(20)]) == [False]
+    assert store.put([make(21, 100)]) == [True], "the segment has room for a small one"
+    in_the_way.rmdir()
+    assert store.put([make(i) for i in range(10)]) == [True] * 10
+    assert all(get(store, i) == make(i)[1].tobytes() for i in range(10))
+    assert store.counters["disk_errors"] == 2
 
 
 def test_readers_and_a_writer_that_evicts_do_not_disturb_each_other(open_store):
@@ -292,7 +325,9 @@ def test_a_process_killed_while_it_writes_serves_no_wrong_byte_afterwards(tmp_pa
 blocks = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3000), st.booleans()), max_size=30)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(blocks, blocks, st.data())
 def test_whatever_happens_to_the_files_a_block_is_exact_or_missing(tmp_path, before, after, data):
     folder = tmp_path / "store"
@@ -343,3 +378,49 @@ def test_a_header_is_read_back_or_refused(noise, position, snapshot):
         decode_header(bytes(encoded))
     with pytest.raises(BadRecord):
         decode_header(noise)
+
+
+def test_a_header_with_a_name_that_is_no_text_is_a_bad_record():
+    header = make(1)[0]
+    body = encode_header(header)[:-8].replace(b"v1/b16/kv", b"\xff" * 9)
+    with pytest.raises(BadRecord):
+        decode_header(body + checksum64(body).to_bytes(8, "little"))
+
+
+def test_a_tenant_beyond_its_quota_loses_its_own_oldest_blocks_only(tmp_path):
+    quotas = Quotas(by_tenant={"greedy": 3000})
+    store = SegmentStore(tmp_path / "store", 32 * KIB, 8 * KIB, quotas=quotas)
+    store.put([make(number, tenant="modest") for number in range(5)])
+    get(store, 1)
+    for number in range(100, 160):
+        store.put([make(number, tenant="greedy")])
+        assert get(store, 100) is not None or number > 100
+    assert store.tenant_bytes() == {"modest": 5000, "greedy": 3000}
+    assert all(get(store, number) == make(number, tenant="modest")[1].tobytes() for number in range(5))
+    assert get(store, 159) == make(159, tenant="greedy")[1].tobytes()
+    assert store.counters["over_quota_blocks"] == 57
+    assert store.counters["evicted_blocks"] == 0
+    assert store.used_bytes <= 32 * KIB
+    assert not store.fits(make(1, size=3001, tenant="greedy")[0])
+    store.close()
+    again = SegmentStore(tmp_path / "store", 32 * KIB, 8 * KIB, quotas=quotas)
+    assert again.tenant_bytes() == {"modest": 5000, "greedy": 3000}, "what was dropped does not come back"
+    assert get(again, 159) is not None
+    again.close()
+
+
+def test_records_of_the_first_version_are_still_read(open_store, tmp_path):
+    store = open_store()
+    old = replace(make(1)[0], version=1)
+    store.put([(old, make(1)[1]), make(2, tenant="acme")])
+    store.close()
+    again = open_store()
+    assert get(again, 1) == make(1)[1].tobytes()
+    assert again.tenant_bytes() == {"": 1000, "acme": 1000}
+
+
+def test_quotas_are_read_or_refused_by_name():
+    assert parse_quotas(5, ["a=1", "b=c=2"]).by_tenant == {"a": 1, "b=c": 2}
+    assert parse_quotas(5, ["a=1"]).of("z") == 5
+    with pytest.raises(ValueError, match="'a:1' is not tenant=bytes"):
+        parse_quotas(5, ["a:1"])

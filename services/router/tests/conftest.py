@@ -57,9 +57,12 @@ from tidemill_mesh.membership.registration import Registration
 from tidemill_mesh.metrics import Metrics
 from tidemill_mesh.server import Servicer, serve_grpc
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 BLOCK = 32
 REVISION = "rev-a"
-LIVENESS_S = 1.0
+# A test, or a server of it, that is not run for seconds is to lose neither its lease nor what it has sent.
+LIVENESS_S = 6.0
 GATEWAY = InstanceRef(instance="gateway-t", incarnation="g1")
 
 
@@ -85,7 +88,7 @@ class Servers:
     def stop(self) -> None:
         for record in (self.etcd, self.nats):
             processes.kill(record)
-            processes.wait_gone(record, 10.0)
+            processes.wait_gone(record, 60.0)
 
 
 def wait_for_port(port: int) -> None:
@@ -106,6 +109,10 @@ class EmulatedWorkerServicer(WorkerServiceServicer):
         worker.snapshots_asked += 1
         if worker.snapshots_hang:
             await asyncio.sleep(3600)
+        batches = worker.sequencer.replay(request.known, request.known_sequence)
+        if batches is not None:
+            yield GetSnapshotResponse(domain=worker.domain, replay=True, batches=batches, last=True)
+            return
         runs, sequence = worker.mirror.runs(), worker.sequencer.sequence
         for run in runs:
             yield GetSnapshotResponse(domain=worker.domain, sequence=sequence, blocks=[run])
@@ -126,6 +133,7 @@ class EmulatedWorker:
     settings: ServiceSettings
     bus: Bus
     revision: str = REVISION
+    kv_format: str = ""
     snapshots_hang: bool = False
     snapshots_asked: int = 0
     epoch: int = 1
@@ -172,7 +180,9 @@ class EmulatedWorker:
             role=self.role,
             endpoint=self.endpoint,
             domains=[DomainRecord(domain=0, epoch=f"e{self.epoch}", num_blocks=1000)] if worker else [],
-            models=[ModelRef(name="m", revision=self.revision, card_digest=digest)] if worker else [],
+            models=[ModelRef(name="m", revision=self.revision, card_digest=digest, kv_format=self.kv_format)]
+            if worker
+            else [],
         )
 
     def new_sequencer(self) -> None:
@@ -239,19 +249,31 @@ class RouterMesh:
     process: subprocess.Popen[bytes] | None = None
 
     async def start_router(self, *flags: str) -> None:
-        run_file = self.folder / "router-t.json"
-        run_file.unlink(missing_ok=True)
-        settings = self.settings
-        argv = [sys.executable, "-m", "tidemill_router", "--instance=router-t", f"--mesh={settings.mesh}"]
-        argv += [f"--etcd={settings.etcd}", f"--nats={settings.nats}", f"--liveness-s={settings.liveness_s}"]
-        argv += [f"--run-dir={self.folder}", *flags]
-        self.process = await asyncio.to_thread(spawn, argv, self.folder / "router.log")
-        while not run_file.exists():
-            assert self.process.poll() is None, (self.folder / "router.log").read_text()[-4000:]
-            await asyncio.sleep(0.02)
-        self.ports = json.loads(run_file.read_text())
+        self.process, self.ports = await self._start("router-t", *flags)
         self.channel = grpc.aio.insecure_channel(self.ports["endpoint"])
         self.stub = RouterServiceStub(self.channel)
+
+    async def add_replica(self, name: str, *flags: str) -> "RouterMesh":
+        """Another router of the same mesh, which lives until the test ends."""
+        replica = RouterMesh(self.servers, self.settings, self.bus, self.folder, self.stack)
+        replica.process, replica.ports = await replica._start(name, *flags)
+        replica.channel = grpc.aio.insecure_channel(replica.ports["endpoint"])
+        replica.stub = RouterServiceStub(replica.channel)
+        self.stack.push_async_callback(replica.kill_router)
+        return replica
+
+    async def _start(self, name: str, *flags: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+        run_file, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
+        run_file.unlink(missing_ok=True)
+        settings = self.settings
+        argv = [sys.executable, "-m", "tidemill_router", f"--instance={name}", f"--mesh={settings.mesh}"]
+        argv += [f"--etcd={settings.etcd}", f"--nats={settings.nats}", f"--liveness-s={settings.liveness_s}"]
+        argv += [f"--run-dir={self.folder}", *flags]
+        process = await asyncio.to_thread(spawn, argv, log)
+        while not run_file.exists():
+            assert process.poll() is None, log.read_text()[-4000:]
+            await asyncio.sleep(0.02)
+        return process, json.loads(run_file.read_text())
 
     async def kill_router(self) -> None:
         assert self.process is not None
@@ -319,7 +341,10 @@ class RouterMesh:
             while True:
                 view = await self.instance(worker.name)
                 indexed = view.index_blocks == len(worker.mirror)
-                if indexed and view.event_sequence == worker.sequencer.sequence and view.load_age_s < 1e6:
+                if view.load_age_s >= 1e6:
+                    # The one at its start came before the router knew the instance.
+                    worker.report()
+                elif indexed and view.event_sequence == worker.sequencer.sequence:
                     break
                 await asyncio.sleep(0.02)
 

@@ -1,116 +1,22 @@
 """The router's answers over a view of a mesh: who is eligible, what is refused and why, what is reserved."""
 
-import random
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from placement_mesh import REVISION, Mesh, pair, prompt
 
-from tidemill.mesh.v1.common_pb2 import DomainRef, InstanceRef
-from tidemill.mesh.v1.events_pb2 import LoadReport
-from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, DomainRecord, MembershipRecord, ModelRef, Role
-from tidemill.mesh.v1.router_pb2 import (
-    PlaceDecodeRequest,
-    PlaceDecodeResponse,
-    PlacePrefillRequest,
-    PlacePrefillResponse,
-)
+from tidemill.mesh.v1.common_pb2 import DomainRef
+from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_KVSTORE, ROLE_PREFILL, MembershipRecord
+from tidemill.mesh.v1.router_pb2 import PlacePrefillResponse
 from tidemill.v1 import errors_pb2
-from tidemill_kvcache.hashing import chain_root, hash_blocks, join_hashes
-from tidemill_kvcache.index import L1, L3, BlockIndex
+from tidemill_kvcache.domain_blocks import FormatHolder
+from tidemill_kvcache.hashing import hash_blocks
+from tidemill_kvcache.index import L1, L3
+from tidemill_kvcache.kv_format import format_id
 from tidemill_mesh.errors import MeshError
-from tidemill_mesh.load import LoadSample
-from tidemill_router.candidate import Costs, ModelFacts
-from tidemill_router.fences import Fences
-from tidemill_router.report_times import ReportTimes
-from tidemill_router.reservations import DECODE, PREFILL, SOFT, WHOLE, Reservations
-from tidemill_router.router import Router
-from tidemill_router.view import MeshView
-
-REVISION = "rev-a"
-GATEWAY = InstanceRef(instance="g-0", incarnation="gi")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
-class Instances:
-    records: dict[str, MembershipRecord] = field(default_factory=dict)
-    connected: bool = True
-
-
-@dataclass
-class Loads:
-    samples: dict[tuple[str, int], LoadSample] = field(default_factory=dict)
-
-
-class Mesh:
-    """A router over records and load reports that the test sets."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.clock = Clock()
-        self.instances, self.loads, self.index = Instances(), Loads(), BlockIndex(1 << 24)
-        self.fences = Fences(self.clock)
-        self.reservations = Reservations("r1", 9.0, self.clock)
-        self.times = ReportTimes(self.clock)
-        self.view = MeshView(self.instances, self.loads, self.fences, self.reservations, self.times, self.clock)
-        self.facts: ModelFacts | None = ModelFacts(32, 10_000)
-        self.router = Router(
-            self.view, self.index, self.reservations, lambda _: self.facts, Costs(), 60.0, random.Random(seed)
-        )
-
-    def add(
-        self, name: str, role: "Role.ValueType", *, revision: str = REVISION, domains: int = 1, draining: bool = False
-    ) -> None:
-        record = MembershipRecord(
-            instance=name,
-            incarnation=f"{name}-i",
-            role=role,
-            endpoint=f"{name}:1",
-            draining=draining,
-            domains=[DomainRecord(domain=d, epoch=f"{name}-e", num_blocks=1000) for d in range(domains)],
-            models=[ModelRef(name="m", revision=revision)],
-        )
-        self.instances.records[name] = record
-        self.view.see(record)
-        for domain in range(domains):
-            self.report(name, domain)
-
-    def report(self, name: str, domain: int = 0, *, epoch: str = "", **load: float) -> None:
-        ref = DomainRef(instance=name, incarnation=f"{name}-i", domain=domain, epoch=epoch or f"{name}-e")
-        values = {"total_blocks": 1000, "available_blocks": 1000, "prefill_tokens_per_s": 1000.0, **load}
-        report = LoadReport(domain=ref, **values)
-        self.loads.samples[(name, domain)] = LoadSample(report, self.clock.now)
-        self.times.on_report(report)
-
-    def place(self, hashes: list[bytes] | None = None, tokens: int = 1000, **more: Any) -> PlacePrefillResponse:
-        values = {"request_id": "q", "gateway": GATEWAY, "model_revision": REVISION, "max_tokens": 64, **more}
-        packed = join_hashes(hashes or [])
-        return self.router.place_prefill(PlacePrefillRequest(prompt_tokens=tokens, block_hashes=packed, **values))
-
-    def place_decode(self, hashes: list[bytes] | None = None, tokens: int = 1000, **more: Any) -> PlaceDecodeResponse:
-        values = {"request_id": "q", "gateway": GATEWAY, "model_revision": REVISION, "max_tokens": 64, **more}
-        packed = join_hashes(hashes or [])
-        return self.router.place_decode(PlaceDecodeRequest(context_tokens=tokens, block_hashes=packed, **values))
-
-
-def pair(seed: int = 0) -> Mesh:
-    """One prefill and one decode instance."""
-    mesh = Mesh(seed)
-    mesh.add("p-0", ROLE_PREFILL)
-    mesh.add("d-0", ROLE_DECODE)
-    return mesh
-
-
-def prompt(first: int, blocks: int) -> list[bytes]:
-    return hash_blocks(chain_root(b"m", b""), range(first, first + blocks), 1)
+from tidemill_router.candidate import Costs
+from tidemill_router.reservations import DECODE, PREFILL, SOFT, WHOLE
 
 
 def code_of(caught: pytest.ExceptionInfo[MeshError]) -> int:
@@ -125,7 +31,9 @@ def test_a_placement_names_the_domain_and_is_reserved_with_a_soft_decode_claim()
     assert not response.whole
     assert response.reservation_deadline_s == 9.0
     assert response.predicted_ttft_s == pytest.approx(1.0)
-    assert set(response.terms) == {"queue", "compute", "fetch_l2", "fetch_l3", "staleness", "total"}
+    assert set(response.terms) == {
+        "queue", "compute", "fetch_l2", "fetch_peer", "fetch_l3", "staleness", "displaced", "total"
+    }  # fmt: skip
     assert mesh.reservations.count_by_kind() == {PREFILL: 1, DECODE: 0, WHOLE: 0, SOFT: 1}
     decode = mesh.place_decode()
     assert decode.target.endpoint == "d-0:1"
@@ -148,6 +56,21 @@ def test_both_domains_of_one_instance_are_targets_of_their_own() -> None:
     assert domains == {0: 5, 1: 5}, "each reservation lengthens the queue of its own domain"
 
 
+def test_a_fetch_from_another_instance_is_priced_traced_and_named() -> None:
+    """The holder has a queue; the idle instance is expected to fetch from it, and told where."""
+    mesh = pair()
+    mesh.add("p-1", ROLE_PREFILL)
+    hashes = prompt(0, 31)
+    mesh.index.stored(("p-1", 0), b"", hashes[:30], L1)
+    mesh.report("p-1", waiting_prefill_tokens=5000)
+    response = mesh.place(hashes)
+    assert response.target.domain.instance == "p-0"
+    assert (response.expected_cached.l1, response.expected_cached.l2) == (0, 30 * 32)
+    assert response.terms["fetch_peer"] > 0.0
+    assert response.predicted_ttft_s == pytest.approx(response.terms["fetch_peer"] + response.terms["compute"])
+    assert [source.holder.domain.instance for source in response.sources] == ["p-1"]
+
+
 def test_the_index_draws_a_prompt_to_its_holder() -> None:
     mesh = pair()
     mesh.add("p-1", ROLE_PREFILL)
@@ -163,6 +86,52 @@ def test_a_shared_store_counts_for_every_instance() -> None:
     hashes = prompt(0, 31)
     mesh.index.stored(("kv-0", 0), b"", hashes[:20], L3)
     assert mesh.place(hashes).expected_cached.l3 == 640
+
+
+def glance(mesh: Mesh, hashes: list[bytes], **more: Any) -> PlacePrefillResponse:
+    """A placement that is cancelled at once."""
+    placed = mesh.place(hashes, **more)
+    mesh.reservations.end(placed.reservation_id, "cancelled")
+    return placed
+
+
+def test_blocks_that_lie_in_several_stores_count_as_if_they_were_in_one() -> None:
+    mesh = pair()
+    hashes = prompt(0, 31)
+    for number, block_hash in enumerate(hashes[:24]):
+        mesh.index.stored((f"kv-{number % 3}", 0), hashes[number - 1] if number else b"", [block_hash], L3)
+    assert glance(mesh, hashes).expected_cached.l3 == 24 * 32
+    mesh.index.removed(("kv-1", 0), [hashes[7]], L3)
+    assert glance(mesh, hashes).expected_cached.l3 == 7 * 32
+    assert glance(mesh, hashes).stores == ["kv-0", "kv-1", "kv-2"]
+    # What a store that drains has is not asked for.
+    mesh.instances.records["kv-2"] = MembershipRecord(instance="kv-2", role=ROLE_KVSTORE, draining=True)
+    placed = glance(mesh, hashes)
+    assert (placed.expected_cached.l3, placed.stores) == (2 * 32, ["kv-0", "kv-1"])
+    assert glance(mesh, prompt(500, 31)).stores == []
+
+
+def test_blocks_in_a_store_count_only_for_instances_that_can_load_them() -> None:
+    exact, rounded = "v1/b32/kv:paged:float32:2x2x8", "v1/b32/kv:paged:bfloat16:2x2x8"
+    mesh = Mesh()
+    mesh.add("p-exact", ROLE_PREFILL, kv_format=exact)
+    mesh.add("p-rounded", ROLE_PREFILL, kv_format=rounded)
+    mesh.add("p-older", ROLE_PREFILL)
+    mesh.add("d-0", ROLE_DECODE, kv_format=exact)
+    hashes = prompt(0, 31)
+    mesh.index.stored(FormatHolder("kv-0", 0, format_id(exact)), b"", hashes[:20], L3)
+    mesh.index.stored(FormatHolder("kv-1", 0, format_id(rounded)), b"", hashes[:10], L3)
+    mesh.index.stored(("kv-older", 0), b"", hashes[:4], L3)
+
+    def credited(name: str) -> int:
+        others = {"p-exact", "p-rounded", "p-older"} - {name}
+        placed = glance(mesh, hashes, excluded_instances=others)
+        assert placed.target.domain.instance == name
+        return placed.expected_cached.l3 // 32
+
+    # Copies of another precision are not read. One whose store does not say its form is told of to everybody.
+    assert (credited("p-exact"), credited("p-rounded"), credited("p-older")) == (20, 10, 20)
+    assert glance(mesh, hashes).target.domain.instance != "p-rounded"
 
 
 def test_simultaneous_requests_with_one_cold_head_stay_together() -> None:

@@ -10,6 +10,7 @@ from tidemill_router.candidate import Claims
 from tidemill_router.fences import Fences
 from tidemill_router.reports import apply_reports, restore
 from tidemill_router.reservations import DECODE, PREFILL, SOFT, WHOLE, Reservations
+from tidemill_router.turnover import Turnover
 
 GATEWAY = ("g-0", "i1")
 P = DomainRef(instance="p-0", incarnation="pi", domain=0, epoch="e")
@@ -27,7 +28,7 @@ class Clock:
 
 def make() -> tuple[Clock, Reservations]:
     clock = Clock()
-    return clock, Reservations("r1", 9.0, clock)
+    return clock, Reservations("r1", 9.0, clock, Turnover(300.0, clock))
 
 
 def test_a_reservation_counts_until_the_load_report_can_know_of_it() -> None:
@@ -206,3 +207,12 @@ def test_counts_are_never_negative_and_return_to_zero(steps: list[tuple[str, int
     for holder in (("p-0", 0), ("d-0", 0)):
         assert reservations.claims(holder, float("-inf")) == Claims()
         assert reservations.on_target(holder) == 0
+
+
+def test_a_prompt_reported_computed_is_known_to_be_so_before_the_target_says_it() -> None:
+    clock, reservations = make()
+    made = reservations.reserve(PREFILL, GATEWAY, P, prefill_tokens=500)
+    clock.now += 1.0
+    reservations.prefilled(made.id)
+    assert reservations.computed.tokens_since(("p-0", 0), clock.now - 0.5) == 500
+    assert reservations.computed.tokens_since(("p-0", 0), clock.now) == 0

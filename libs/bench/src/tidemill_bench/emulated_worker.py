@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 
@@ -20,7 +20,9 @@ from tidemill_bench.emulated_model import emulated_card
 from tidemill_mesh.config import ServiceSettings, load_settings, setting
 from tidemill_mesh.server import Servicer, serve_grpc
 from tidemill_mesh.service import ServiceContext, run_service
+from tidemill_mesh.streams.server import ServerStream
 
+CONNECT_RPC = "tidemill.mesh.v1.WorkerService/Connect"
 TOKEN_ID = 65
 
 
@@ -45,74 +47,53 @@ class Live:
     remaining: int
 
 
-@dataclass
-class GatewayStream:
-    """One gateway's requests and what is to be sent to it."""
-
-    outbox: asyncio.Queue[worker.ConnectResponse] = field(default_factory=asyncio.Queue)
-    live: dict[tuple[str, int, int], Live] = field(default_factory=dict)
-
-
 def _identity(key: worker.RequestKey) -> tuple[str, int, int]:
     return key.request_id, key.choice, key.attempt
 
 
-class EmulatedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves Connect and GetAsset."""
+class GatewayStream:
+    """One gateway's requests; answers where the gateway's messages are read."""
 
-    def __init__(self, record: membership.MembershipRecord, assets: dict[str, bytes], step_s: float) -> None:
-        self._record, self._assets, self._step_s = record, assets, step_s
+    def __init__(self, stream: ServerStream, record: membership.MembershipRecord, step_s: float) -> None:
+        self._stream = stream
+        self._record = record
+        self._step_s = step_s
+        self._live: dict[tuple[str, int, int], Live] = {}
 
-    async def GetAsset(  # noqa: N802
-        self, request: worker.GetAssetRequest, context: grpc.aio.ServicerContext[object, object]
-    ) -> AsyncIterator[worker.GetAssetResponse]:
-        """Sends an asset in one message."""
-        yield worker.GetAssetResponse(data=self._assets[request.digest])
+    def begin(self) -> None:
+        """Takes the stream's messages until it ends."""
+        self._stream.on_message = self._take
+        stepper = asyncio.get_running_loop().create_task(self._step())
+        self._stream.on_end = lambda error: stepper.cancel()
 
-    async def Connect(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[worker.ConnectRequest],
-        context: grpc.aio.ServicerContext[object, object],
-    ) -> AsyncIterator[worker.ConnectResponse]:
-        """Answers submits with canned tokens."""
-        stream = GatewayStream()
-        async with asyncio.TaskGroup() as tasks:
-            reader = tasks.create_task(self._read(stream, request_iterator))
-            stepper = tasks.create_task(self._step(stream))
-            try:
-                while not reader.done():
-                    yield await stream.outbox.get()
-            finally:
-                reader.cancel()
-                stepper.cancel()
+    def _take(self, data: bytes) -> None:
+        request = worker.ConnectRequest.FromString(data)
+        answer = worker.ConnectResponse(pong=request.ping)
+        if request.HasField("hello"):
+            answer.welcome.CopyFrom(self._welcome())
+        for submit in request.submits:
+            self._submit(submit, answer)
+        for hand_over in request.hand_overs:
+            ticket = worker.Ticket(secret=secrets.token_bytes(16), decode=hand_over.target.domain, deadline_s=30.0)
+            answer.tickets.append(worker.TicketOffer(key=hand_over.key, ticket=ticket))
+        for key in request.aborts:
+            self._live.pop(_identity(key), None)
+        if answer.ByteSize():
+            self._stream.send(answer.SerializeToString())
 
-    async def _read(self, stream: GatewayStream, requests: AsyncIterator[worker.ConnectRequest]) -> None:
-        async for request in requests:
-            if request.HasField("hello"):
-                welcome = worker.Welcome(
-                    instance=common.InstanceRef(instance=self._record.instance, incarnation=self._record.incarnation),
-                    domains=self._record.domains,
-                    model=self._record.models[0],
-                    liveness_s=3.0,
-                )
-                stream.outbox.put_nowait(worker.ConnectResponse(welcome=welcome))
-            if request.ping:
-                stream.outbox.put_nowait(worker.ConnectResponse(pong=True))
-            for submit in request.submits:
-                self._submit(stream, submit)
-            for hand_over in request.hand_overs:
-                ticket = worker.Ticket(secret=secrets.token_bytes(16), decode=hand_over.target.domain, deadline_s=30.0)
-                offer = worker.TicketOffer(key=hand_over.key, ticket=ticket)
-                stream.outbox.put_nowait(worker.ConnectResponse(tickets=[offer]))
-            for key in request.aborts:
-                stream.live.pop(_identity(key), None)
-        stream.outbox.put_nowait(worker.ConnectResponse())
+    def _welcome(self) -> worker.Welcome:
+        return worker.Welcome(
+            instance=common.InstanceRef(instance=self._record.instance, incarnation=self._record.incarnation),
+            domains=self._record.domains,
+            model=self._record.models[0],
+            liveness_s=3.0,
+        )
 
-    def _submit(self, stream: GatewayStream, submit: worker.Submit) -> None:
+    def _submit(self, submit: worker.Submit, answer: worker.ConnectResponse) -> None:
         emitted = len(submit.token_ids) // 4 - submit.prompt_tokens
         limit = submit.sampling.max_tokens
         if submit.stage == worker.Submit.STAGE_PREFILL:
-            output = worker.Output(
+            answer.step.outputs.add(
                 key=submit.key,
                 first_position=emitted,
                 token_ids=[TOKEN_ID],
@@ -120,22 +101,21 @@ class EmulatedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 cached=common.TierTokens(),
                 finish=worker.FINISH_PREFILLED if limit > emitted + 1 else worker.FINISH_LENGTH,
             )
-            step = worker.StepOutputs(outputs=[output])
-            stream.outbox.put_nowait(worker.ConnectResponse(step=step))
             return
         position = max(emitted, 1) if submit.stage == worker.Submit.STAGE_DECODE else emitted
-        stream.live[_identity(submit.key)] = Live(submit.key, position, limit - position)
+        self._live[_identity(submit.key)] = Live(submit.key, position, limit - position)
 
-    async def _step(self, stream: GatewayStream) -> None:
+    async def _step(self) -> None:
         step = 0
         while True:
             await asyncio.sleep(self._step_s)
-            if not stream.live:
+            if not self._live:
                 continue
             step += 1
-            outputs = [self._advance(live) for live in stream.live.values()]
-            stream.live = {name: live for name, live in stream.live.items() if live.remaining}
-            stream.outbox.put_nowait(worker.ConnectResponse(step=worker.StepOutputs(step=step, outputs=outputs)))
+            outputs = [self._advance(live) for live in self._live.values()]
+            self._live = {name: live for name, live in self._live.items() if live.remaining}
+            message = worker.ConnectResponse(step=worker.StepOutputs(step=step, outputs=outputs))
+            self._stream.send(message.SerializeToString())
 
     def _advance(self, live: Live) -> worker.Output:
         output = worker.Output(key=live.key, first_position=live.position, token_ids=[TOKEN_ID])
@@ -144,6 +124,19 @@ class EmulatedWorker(worker_pb2_grpc.WorkerServiceServicer):
         if not live.remaining:
             output.finish = worker.FINISH_LENGTH
         return output
+
+
+class EmulatedWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves GetAsset; Connect has a port of its own."""
+
+    def __init__(self, assets: dict[str, bytes]) -> None:
+        self._assets = assets
+
+    async def GetAsset(  # noqa: N802
+        self, request: worker.GetAssetRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker.GetAssetResponse]:
+        """Sends an asset in one message."""
+        yield worker.GetAssetResponse(data=self._assets[request.digest])
 
 
 async def _serve(context: ServiceContext) -> None:
@@ -157,13 +150,15 @@ async def _serve(context: ServiceContext) -> None:
         version="emulated",
         domains=[membership.DomainRecord(domain=0, epoch="emulated", tp_size=1, num_blocks=1 << 20)],
         models=[model],
-        rpcs=["tidemill.mesh.v1.WorkerService/Connect", "tidemill.mesh.v1.WorkerService/GetAsset"],
+        rpcs=[CONNECT_RPC, "tidemill.mesh.v1.WorkerService/GetAsset"],
     )
     # The RPCs that it lacks answer UNIMPLEMENTED, and its record does not list them.
-    servicer = EmulatedWorker(record, assets, settings.step_s)  # type: ignore[abstract]
-    item = Servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, "tidemill.mesh.v1.WorkerService")
+    servicer = EmulatedWorker(assets)  # type: ignore[abstract]
+    streams = {CONNECT_RPC: lambda stream: GatewayStream(stream, record, settings.step_s).begin()}
+    name = "tidemill.mesh.v1.WorkerService"
+    item = Servicer(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, name, streams)
     async with serve_grpc(settings, [item]) as server:
-        record.endpoint = server.endpoint
+        record.endpoint, record.stream_endpoint = server.endpoint, server.stream_endpoint
         registration = await context.membership.register(record)
         record.incarnation = registration.incarnation
         server.set_serving(True)

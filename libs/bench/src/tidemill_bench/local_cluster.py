@@ -70,10 +70,9 @@ def emulated_cluster(tokenizer: Path, step_s: float) -> Iterator[Served]:
             argv += [f"--tokenizer={tokenizer}", f"--run-dir={cluster.home.run}"]
             servers.launch(f"{role}-1", argv, cluster.home)
         gateway = cluster.endpoint("gateway-1")
-        health.wait_for(
-            cluster.record("gateway-1"), "ready", lambda: health.model_ready(gateway, "emulated"), timeout_s=30
-        )
-        host, _, port = cluster.http_endpoint("gateway-1").rpartition(":")
+        api = cluster.http_endpoint("gateway-1")
+        health.wait_for(cluster.record("gateway-1"), "ready", lambda: health.gateway_ready(api), timeout_s=30)
+        host, _, port = api.rpartition(":")
         yield Served(
             cluster=cluster,
             host=host,

@@ -11,3 +11,9 @@ class Options:
     home: Path
     peers: Path
     quick: bool
+    traces: Path
+    """Folder of public traces: `mooncake/*.jsonl`, and others by the benchmark that reads them."""
+    engine: str = "simulated"
+    """"simulated" or "real", for benchmarks that can run on both."""
+    part: str = ""
+    """Only these rows, of a benchmark that has parts; empty: all."""

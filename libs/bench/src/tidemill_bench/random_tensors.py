@@ -36,7 +36,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
         "tie_word_embeddings": False,
     },
+    "glm-5.2, 9 layers": {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "hidden_size": 6144,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 3,
+        "rope_parameters": {"rope_theta": 8e6, "rope_type": "default"},
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 154_880,
+        "max_position_embeddings": 1 << 20,
+    },
 }
+"""Of GLM-5.2's 78 layers 3 dense ones and 6 with experts fit one device; 4 of these 9 have an indexer, 21 of the 78."""
 
 
 class RandomTensors:
@@ -51,6 +81,10 @@ class RandomTensors:
         size[axis] = (size[axis] if end < 0 else end) - start
         values = torch.randn(size, generator=self._generator, device="cuda", dtype=torch.bfloat16)
         return 1 + 0.1 * values if len(size) == 1 else values * shape[-1] ** -0.5
+
+    def take_integers(self, name: str, shape: Sequence[int], below: int) -> torch.Tensor:
+        """int64 on the device."""
+        return torch.randint(below, tuple(shape), generator=self._generator, device="cuda")
 
 
 def write_config(shape: str, folder: Path, context_tokens: int) -> Path:

@@ -58,6 +58,33 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
+def read(name: str, folder: Path) -> list[Row]:
+    """The rows that `write` wrote."""
+    return [Row(**row) for row in json.loads((folder / f"{name}.json").read_text())]
+
+
+def with_part(rows: Sequence[Row], part: Sequence[Row]) -> list[Row]:
+    """Rows of an earlier run and those of a part that was run later, which follow the earlier ones of their workload.
+
+    Raises ValueError unless the part repeats some of the earlier rows, and each that it repeats to the last digit on
+    the same machine: only then do both tell of one program.
+    """
+    earlier, present = (
+        {(row.metric, row.workload): (row.value, row.machine) for row in listed} for listed in (rows, part)
+    )
+    repeated, merged = earlier.keys() & present.keys(), list(rows)
+    if not repeated:
+        raise ValueError("the part repeats no row of the earlier run, so nothing shows that they belong together")
+    for key in repeated:
+        if present[key] != earlier[key]:
+            raise ValueError(f"{key[0]!r} was {earlier[key][0]} and is {present[key][0]}: run the whole benchmark")
+    for row in part:
+        if (row.metric, row.workload) not in earlier:
+            last = max((at for at, other in enumerate(merged) if other.workload == row.workload), default=len(merged))
+            merged.insert(last + 1, row)
+    return merged
+
+
 def write(name: str, rows: Sequence[Row], folder: Path) -> Path:
     """Writes `<folder>/<name>.json`: a list of rows."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,9 @@ CODE_OF_STATUS: dict[grpc.StatusCode, "ErrorCode.ValueType"] = {
     grpc.StatusCode.ABORTED: errors_pb2.ERROR_CODE_STALE,
 }
 
+# gRPC's own words, in every language that wraps its core, for a call that this side has cancelled.
+LOCALLY_CANCELLED = "Locally cancelled by application!"
+
 _TOO_LARGE = re.compile(r"message larger than max \(\d+ vs\. (\d+)\)")
 
 
@@ -89,6 +92,10 @@ def detail_of(error: Any) -> errors_pb2.ErrorDetail:
     if match := _TOO_LARGE.search(text):
         limit = f"{match.group(1)} bytes"
         return errors_pb2.ErrorDetail(code=errors_pb2.ERROR_CODE_TOO_LARGE, message=text, limit=limit)
+    if status is grpc.StatusCode.CANCELLED and text != LOCALLY_CANCELLED:
+        # What gRPC makes of a call that meets a server in the moment at which it stops: nobody wanted its end.
+        gone = f"the server stopped and dropped the call ({text or status.name})"
+        return errors_pb2.ErrorDetail(code=errors_pb2.ERROR_CODE_UNAVAILABLE, message=gone)
     code = CODE_OF_STATUS.get(status, errors_pb2.ERROR_CODE_INTERNAL)
     return errors_pb2.ErrorDetail(code=code, message=text or status.name)
 

@@ -5,14 +5,24 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from tidemill_engine.kv_groups import KVGroupSpec, snapshot_interval_tokens
-from tidemill_engine.messages import BlocksCleared, BlocksRemoved, BlocksStored, Report, StepReport
+from tidemill_engine.messages import (
+    BlocksCleared,
+    BlocksCooling,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    Report,
+    SnapshotsDropped,
+    StepReport,
+)
 from tidemill_engine.scheduler import ModelLimits, Scheduler, SchedulerCommand
 from tidemill_engine.settings import EngineSettings
 from tidemill_engine.step import SchedulerOutput, StepResult
 from tidemill_kvcache.cache import PrefixCache
-from tidemill_kvcache.runs import CacheEvent, RemovedRun, StoredRun
+from tidemill_kvcache.runs import CacheEvent, Cleared, DroppedSnapshots, RemovedRun, StoredRun
 
 _LOAD_INTERVAL_S = 0.1
+_MAX_COOLING = 256
 
 
 class Runner(Protocol):
@@ -66,6 +76,8 @@ class Engine:
         self._clock = clock
         self._step = 0
         self._load_sent_s = float("-inf")
+        self._cooling_blocks = settings.cooling_blocks
+        self._cooling: list[bytes] = []
 
     def handle(self, command: SchedulerCommand) -> None:
         """Takes a command; its reports come with the next step or tick."""
@@ -110,21 +122,36 @@ class Engine:
         return self.scheduler.next_timer_s
 
     def _reports(self, *, heartbeat: bool, idle: bool) -> list[Report]:
-        """Notices first, so that the service knows a request's blocks before its last output."""
-        notices = self.scheduler.take_notices()
+        """Notices first, so that the service knows a request's blocks before its last output; answers to roll calls
+        last, so that it has seen the ends of all that they miss."""
+        notices = [*self.scheduler.take_notices(), *self._newly_cooling()]
         outputs = self.scheduler.take_outputs()
         events = [_to_message(event) for event in self.cache.take_events()]
-        if not (heartbeat or outputs or events or notices):
+        answers = self.scheduler.take_roll_answers()
+        if not (heartbeat or outputs or events or notices or answers):
             return []
         report = StepReport(step=self._step, outputs=outputs, kv_events=events)
         now_s = self._clock()
         if heartbeat or idle or now_s - self._load_sent_s >= _LOAD_INTERVAL_S:
             report.load = self.scheduler.load_sample()
             self._load_sent_s = now_s
-        return [*notices, report]
+        return [*notices, report, *answers]
+
+    def _newly_cooling(self) -> list[Report]:
+        """Blocks that have come near eviction since the last report."""
+        ahead = min(self._cooling_blocks - self.cache.free_blocks, _MAX_COOLING) if self._cooling_blocks else 0
+        told, self._cooling = set(self._cooling), self.cache.coldest(ahead) if ahead > 0 else []
+        fresh = [block_hash for block_hash in self._cooling if block_hash not in told]
+        return [BlocksCooling(fresh)] if fresh else []
 
 
-def _to_message(event: CacheEvent) -> BlocksStored | BlocksRemoved | BlocksCleared:
-    if isinstance(event, StoredRun):
-        return BlocksStored(event.parent, event.hashes, event.has_snapshot)
-    return BlocksRemoved(event.hashes) if isinstance(event, RemovedRun) else BlocksCleared()
+def _to_message(event: CacheEvent) -> KvEvent:
+    match event:
+        case StoredRun():
+            return BlocksStored(event.parent, event.hashes, event.has_snapshot)
+        case RemovedRun():
+            return BlocksRemoved(event.hashes)
+        case DroppedSnapshots():
+            return SnapshotsDropped(event.hashes)
+        case Cleared():
+            return BlocksCleared()

@@ -5,9 +5,12 @@ size) groups hold bytes for each sequence, in a sequence slot; together they are
 value at a block boundary is kept as a **snapshot**, without which a prefix that ends there cannot be reused.
 """
 
+import math
 from typing import Literal
 
 import msgspec
+
+from tidemill_kvcache.kv_format import DTYPE_BYTES
 
 KVGroupKind = Literal["paged", "window", "state"]
 
@@ -23,10 +26,15 @@ class KVGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     """Length of the shard axis over the whole model; 1 where the group is replicated."""
     head_values: int
-    """Values for each (token, layer, head) in paged and window groups (K and V counted together: 2 x head_dim), for
-    each (sequence, layer, head) in state groups."""
+    """Values for each (row, layer, head) in paged and window groups (all planes counted together: 2 x head_dim for K
+    and V), for each (sequence, layer, head) in state groups."""
     sharded: bool = True
     """Split by head over TP ranks; otherwise each rank holds all of it."""
+    planes: int = 2
+    """paged and window: 2 for K and V, 1 where one vector is both (latents, indexer keys)."""
+    tokens_per_row: int = 1
+    """paged: tokens that one row stands for, more than 1 in a compressed stream. A row is there once its last token is
+    computed; blocks hold whole rows, so block_size is a multiple of this."""
     window_tokens: int = 0
     """Ring length of a window group."""
     snapshot_interval_tokens: int = 0
@@ -44,18 +52,32 @@ def snapshot_interval_tokens(groups: tuple[KVGroupSpec, ...]) -> int:
     return max(intervals, default=0)
 
 
+def boundary_tokens(groups: tuple[KVGroupSpec, ...]) -> int:
+    """What block_size must be a multiple of."""
+    return math.lcm(*(g.tokens_per_row for g in groups))
+
+
+def check_block_size(groups: tuple[KVGroupSpec, ...], block_size: int) -> None:
+    """Raises ValueError when blocks would cut a row of a compressed stream, or snapshots a block."""
+    boundary, interval = boundary_tokens(groups), snapshot_interval_tokens(groups)
+    if block_size % boundary:
+        raise ValueError(f"block_size = {block_size} is not a multiple of {boundary}, as the model's streams need")
+    if interval % block_size:
+        raise ValueError(
+            f"block_size = {block_size} does not divide the model's snapshot interval of {interval} tokens"
+        )
+
+
 def kv_format(groups: tuple[KVGroupSpec, ...], block_size: int) -> str:
     """Name of the canonical stored form: what must be equal for a stored block to be read back."""
     parts = [
         f"{g.name}:{g.kind}:{g.dtype}:{len(g.layers)}x{g.num_heads}x{g.head_values}"
         + (f":w{g.window_tokens}" if g.kind == "window" else "")
+        + (f":p{g.planes}" if g.planes != 2 else "")
+        + (f":r{g.tokens_per_row}" if g.tokens_per_row != 1 else "")
         for g in groups
     ]
     return f"v1/b{block_size}/" + ",".join(parts)
-
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one value, by dtype name."""
 
 
 def group_head_range(
@@ -99,7 +121,7 @@ def canonical_bytes(
         start, end = group_head_range(groups, spec, head_start, head_end)
         values = len(spec.layers) * (end - start) * spec.head_values
         if spec.kind == "paged":
-            copies = num_blocks * block_size
+            copies = num_blocks * (block_size // spec.tokens_per_row)
         else:
             copies = (int(with_sequence) + num_snapshots) * (spec.window_tokens if spec.kind == "window" else 1)
         total += copies * values * DTYPE_BYTES[canonical_dtype(spec, dtype)]

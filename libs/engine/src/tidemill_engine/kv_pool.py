@@ -1,17 +1,18 @@
 """The KV of one rank: one block-major slab for each KV group, sequence slots and snapshots.
 
 Pool layout (private to this file and the attention backends)
-  paged   [num_blocks + 1, layers, 2, block_size, heads, dim]   the last block is the null block: always zeros
-  window  [slots, layers, 2, window_tokens, heads, dim]         position p lives at p % window_tokens
+  paged   [num_blocks + 1, layers, planes, rows, heads, dim]    the last block is the null block: always zeros
+  window  [slots, layers, planes, window_tokens, heads, dim]    position p lives at p % window_tokens
   state   [slots, layers, heads, values]                        always float32
+`planes` is 2 for K and V, 1 where one vector is both; `rows` is block_size, or a part of it in a compressed stream.
 Window and state groups have the same layout once more with snapshots in place of slots.
 
 Canonical form (on the wire and in L3), what `gather` makes and `scatter` takes: little-endian bytes without padding,
-  for each block: for each paged group in declared order: [layers, 2, block_size, heads, dim]
+  for each block: for each paged group in declared order: [layers, planes, rows, heads, dim]
      per_block_snapshots: then the block's snapshot, where it has one
   else after all blocks: the sequence slot, then each snapshot.
-A sequence slot or snapshot is, for each window or state group in declared order, [layers, 2, window_tokens, heads, dim]
-or [layers, heads, values]. `heads` is the asked head range (`kv_groups.group_head_range`), whatever range the rank
+A sequence slot or snapshot is, for each window or state group in declared order, [layers, planes, window_tokens, heads,
+dim] or [layers, heads, values]. `heads` is the asked head range (`kv_groups.group_head_range`), whatever range the rank
 holds; paged and window values have the sender's KV dtype, state values are float32.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from tidemill_engine.head_cut import cut_heads
 from tidemill_engine.kv_groups import (
     KVGroupSpec,
     canonical_bytes,
@@ -29,7 +31,7 @@ from tidemill_engine.kv_groups import (
     num_model_heads,
 )
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 _STORAGE = {"float32": np.float32, "bfloat16": np.uint16}
 
 
@@ -58,7 +60,6 @@ class KVPool:
             self.slabs[spec.name] = self._zeros(spec, rows)
             if is_per_sequence(spec):
                 self.snapshots[spec.name] = self._zeros(spec, num_snapshots)
-        self._has_sequence_state = bool(self.snapshots)
 
     def layer(self, group: str, index: int) -> torch.Tensor:
         """In-place view of one layer of a group: the slab without its layer axis."""
@@ -103,6 +104,17 @@ class KVPool:
             with_sequence=with_sequence,
             num_snapshots=num_snapshots,
         )
+
+    def cut_heads(
+        self,
+        data: np.ndarray,
+        heads: tuple[int, int],
+        part: tuple[int, int],
+        dtype: str,
+        has_snapshot: Sequence[bool],
+    ) -> np.ndarray:
+        """Canonical bytes of some of the heads of blocks that have more; see head_cut."""
+        return cut_heads(data, self.groups, self.block_size, heads, part, dtype, has_snapshot)
 
     def gather(
         self,
@@ -197,8 +209,8 @@ def slab_shape(spec: KVGroupSpec, rows: int, heads: int, block_size: int) -> tup
     layers = len(spec.layers)
     if spec.kind == "state":
         return (rows, layers, heads, spec.head_values)
-    tokens = block_size if spec.kind == "paged" else spec.window_tokens
-    return (rows, layers, 2, tokens, heads, spec.head_values // 2)
+    tokens = block_size // spec.tokens_per_row if spec.kind == "paged" else spec.window_tokens
+    return (rows, layers, spec.planes, tokens, heads, spec.head_values // spec.planes)
 
 
 def block_bytes(groups: tuple[KVGroupSpec, ...], block_size: int, tp_size: int) -> int:
@@ -207,7 +219,7 @@ def block_bytes(groups: tuple[KVGroupSpec, ...], block_size: int, tp_size: int) 
     for spec in groups:
         if spec.kind == "paged":
             heads = spec.num_heads // tp_size if spec.sharded else spec.num_heads
-            values = len(spec.layers) * block_size * heads * spec.head_values
+            values = len(spec.layers) * (block_size // spec.tokens_per_row) * heads * spec.head_values
             total += values * TORCH_DTYPES[spec.dtype].itemsize
     return total
 

@@ -53,6 +53,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     hash_salt: bytes = b""
     """Tenant's salt of the block-hash chain."""
     tenant: str = ""
+    tenant_weight: float = 1.0
+    """Share of the engine relative to other tenants', above 0."""
     priority: int = 0
     deadline_s: float = 600.0
     """Seconds left on arrival; the engine ends the request with DEADLINE_EXCEEDED after them."""
@@ -86,6 +88,27 @@ class ExportState(msgspec.Struct, tag=True):
     key: RequestKey
 
 
+class Suspend(msgspec.Struct, tag=True):
+    """A decoding request stands still, with its KV, so that another instance can fetch it; answered by Suspended, or by
+    Stays where it does not decode now. It ends by Release (fetched), Abort or Resume, at the latest after `hold_s`."""
+
+    key: RequestKey
+    move_id: int
+    hold_s: float
+
+
+class Resume(msgspec.Struct, tag=True):
+    """A suspended request goes on here."""
+
+    key: RequestKey
+
+
+class MoveRefused(msgspec.Struct, tag=True):
+    """Answers MoveWanted: nobody has room for the request."""
+
+    key: RequestKey
+
+
 class KVReady(msgspec.Struct, tag=True):
     """All wanted blocks (and the sequence state) of a decode-stage request are in place in every rank."""
 
@@ -103,11 +126,13 @@ class KVFailed(msgspec.Struct, tag=True):
 
 class OnboardReady(msgspec.Struct, tag=True):
     """Answers OnboardWanted: the first `num_blocks` wanted blocks hold verified bytes (0: none found or failed);
-    `snapshot_boundary_blocks`: boundary (in blocks of the request) whose snapshot was loaded, 0: none."""
+    `snapshot_boundary_blocks`: boundary (in blocks of the request) whose snapshot was loaded, 0: none.
+    `num_l2_blocks` of them came from an instance's memory, the others from L3."""
 
     key: RequestKey
     num_blocks: int
     snapshot_boundary_blocks: int = 0
+    num_l2_blocks: int = 0
 
 
 class PinBlocks(msgspec.Struct, tag=True):
@@ -123,6 +148,19 @@ class UnpinBlocks(msgspec.Struct, tag=True):
 
 class ResetCache(msgspec.Struct, tag=True):
     """Drops all cached blocks that no request uses; acts at once, also when idle."""
+
+
+class RollCall(msgspec.Struct, tag=True):
+    """All requests that the service has in this domain: others are ended; a RollAnswer says where the two differ."""
+
+    keys: list[RequestKey]
+
+
+class EmitUntil(msgspec.Struct, tag=True):
+    """Output tokens of each request, of all attempts, for which its gateway has given credit so far."""
+
+    keys: list[RequestKey]
+    totals: list[int]
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -158,6 +196,8 @@ class SendKV(msgspec.Struct, tag=True):
     per_block_snapshots: bool = False
     """Bytes are laid out block by block, each followed by its snapshot where snapshot_ids[i] >= 0 (kvstore); otherwise
     all blocks, then the sequence slot."""
+    from_host: bool = False
+    """`block_ids` and `snapshot_ids` are slots of L2, with per_block_snapshots and the rank's whole head range."""
 
 
 class RecvKV(msgspec.Struct, tag=True):
@@ -173,6 +213,36 @@ class RecvKV(msgspec.Struct, tag=True):
     per_block_snapshots: bool = False
     block_checksums: list[int] = []
     """kvstore: one for each block; a bad block and all after it are dropped."""
+    keep_heads: tuple[int, int] | None = None
+    """kvstore: the part of the piece's heads that the rank writes, where a stored block has more than the rank."""
+    to_host: bool = False
+    """`block_ids` and `snapshot_ids` are slots of L2, with per_block_snapshots, in the rank's own dtype; a slot whose
+    block comes in several pieces is whole after the last of them."""
+
+
+class SaveHost(msgspec.Struct, tag=True):
+    """Copy pool blocks, each with its snapshot where snapshot_ids[i] >= 0, into slots of L2; answered by
+    TransferDone."""
+
+    transfer_id: int
+    block_ids: list[int]
+    slots: list[int]
+    snapshot_ids: list[int]
+    snapshot_slots: list[int]
+    deadline_s: float
+
+
+class LoadHost(msgspec.Struct, tag=True):
+    """Copy slots of L2 into pool blocks, after a check of their checksums; answered by TransferDone, whose
+    `good_blocks` leading blocks are in place."""
+
+    transfer_id: int
+    slots: list[int]
+    block_ids: list[int]
+    snapshot_slots: list[int]
+    """-1: the block is loaded without a snapshot."""
+    snapshot_ids: list[int]
+    deadline_s: float
 
 
 class CancelTransfer(msgspec.Struct, tag=True):
@@ -198,6 +268,9 @@ class RankReady(msgspec.Struct, tag=True, kw_only=True):
     load_seconds: float
     backend: str
     """For example "cpu/torch-reference/q4_1"."""
+    num_host_blocks: int = 0
+    """Slots of L2."""
+    num_host_snapshots: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -219,6 +292,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: EngineError | None = None
     cached_l1: int = -1
     """With the first output of an attempt: prompt tokens not computed again; -1 elsewhere."""
+    cached_l2: int = 0
     cached_l3: int = 0
     queue_s: float = 0.0
 
@@ -235,8 +309,29 @@ class BlocksRemoved(msgspec.Struct, tag=True):
     block_hashes: list[bytes]
 
 
+class SnapshotsDropped(msgspec.Struct, tag=True):
+    """Snapshots left L1; the blocks at whose ends they were taken stay."""
+
+    block_hashes: list[bytes]
+
+
 class BlocksCleared(msgspec.Struct, tag=True):
     pass
+
+
+KvEvent = BlocksStored | BlocksRemoved | SnapshotsDropped | BlocksCleared
+
+
+class BlocksHit(msgspec.Struct, tag=True):
+    """A request found these leading blocks in L1; only with `report_hits`."""
+
+    block_hashes: list[bytes]
+
+
+class BlocksCooling(msgspec.Struct, tag=True):
+    """These blocks will be evicted next, in this order; only with `cooling_blocks`, and each once until it is used."""
+
+    block_hashes: list[bytes]
 
 
 class LoadSample(msgspec.Struct, kw_only=True):
@@ -263,6 +358,15 @@ class LoadSample(msgspec.Struct, kw_only=True):
     cached_tokens_total: int
     output_tokens_total: int
     preemptions_total: int
+    runaways_total: int = 0
+    admission_paused: bool = False
+    """Requests whose KV grows have to wait for room."""
+    degraded: list[str] = []
+    """Steps of degraded service that are on."""
+    step_cost: list[float] = []
+    """Fields of tidemill_kvcache.step_cost.StepCost, in order; empty: not known."""
+    context_tokens: int = 0
+    """Sum of the lengths, so far, of waiting and running requests."""
 
 
 class StepReport(msgspec.Struct, tag=True, kw_only=True):
@@ -270,7 +374,7 @@ class StepReport(msgspec.Struct, tag=True, kw_only=True):
 
     step: int
     outputs: list[Output] = []
-    kv_events: list[BlocksStored | BlocksRemoved | BlocksCleared] = []
+    kv_events: list[KvEvent] = []
     load: LoadSample | None = None
 
 
@@ -297,6 +401,31 @@ class StateExported(msgspec.Struct, tag=True):
     state: RequestState
 
 
+class MoveWanted(msgspec.Struct, tag=True):
+    """This request should go on where there is room: its domain runs out of blocks. It goes on here meanwhile."""
+
+    key: RequestKey
+
+
+class Suspended(msgspec.Struct, tag=True):
+    """The request stands still. Its outputs were reported before; `block_ids` hold all of its computed tokens."""
+
+    key: RequestKey
+    move_id: int
+    block_ids: list[int]
+    block_hashes: list[bytes]
+    """Of the full ones."""
+    sequence_slot: int
+    state: RequestState
+
+
+class Stays(msgspec.Struct, tag=True):
+    """The request cannot be suspended now: it waits, or computes its prompt."""
+
+    key: RequestKey
+    move_id: int
+
+
 class KVWanted(msgspec.Struct, tag=True):
     """A decode-stage request has reserved blocks: it holds `have_blocks` leading ones from its own cache and wants the
     rest (partial last block included) into `block_ids`."""
@@ -319,6 +448,30 @@ class OnboardWanted(msgspec.Struct, tag=True):
     block_ids: list[int]
     snapshot_ids: list[int]
     deadline_s: float
+
+
+class RunawayFound(msgspec.Struct, tag=True):
+    """A request's output repeats itself or has got far longer than its class's: it gives way first when room is short,
+    and is the one to move to where there is room."""
+
+    key: RequestKey
+    output_tokens: int
+    reason: str
+
+
+class RollAnswer(msgspec.Struct, tag=True):
+    """What a RollCall found; not sent when there is nothing to say."""
+
+    missing: list[RequestKey]
+    """Not here, or so damaged that nothing would have come of them; whatever they held is given back."""
+    receiving: list[RequestKey]
+    """Wait for KVReady or KVFailed."""
+    held: list[RequestKey]
+    """Have their last output behind them, or are suspended."""
+    num_unowned: int
+    """Ended here, since the service does not have them."""
+    num_uncredited: int = 0
+    """Stood still though their gateways had given credit; they go on."""
 
 
 class BlocksPinned(msgspec.Struct, tag=True):
@@ -357,15 +510,22 @@ Command = (
     | AddCredit
     | Release
     | ExportState
+    | Suspend
+    | Resume
+    | MoveRefused
     | KVReady
     | KVFailed
     | OnboardReady
     | PinBlocks
     | UnpinBlocks
     | ResetCache
+    | RollCall
+    | EmitUntil
     | Shutdown
     | SendKV
     | RecvKV
+    | SaveHost
+    | LoadHost
     | CancelTransfer
 )
 Report = (
@@ -373,9 +533,16 @@ Report = (
     | StepReport
     | PrefillProgress
     | StateExported
+    | MoveWanted
+    | Suspended
+    | Stays
     | KVWanted
     | OnboardWanted
+    | RunawayFound
+    | RollAnswer
     | BlocksPinned
+    | BlocksHit
+    | BlocksCooling
     | TransferDone
     | TransferFailed
     | RankFailed

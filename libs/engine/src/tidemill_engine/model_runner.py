@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tidemill_engine.attention.base import Chunk, ForwardBatch
-from tidemill_engine.kv_groups import kv_format, num_model_heads
+from tidemill_engine.kv_groups import KVGroupSpec, check_block_size, kv_format, num_model_heads
 from tidemill_engine.kv_pool import KVPool, block_bytes
 from tidemill_engine.loading.model import load_model
 from tidemill_engine.models.base import ModelShape
@@ -30,10 +30,11 @@ class ModelRunner:
         self.tp = tp
         shape = self._load(settings)
         self.groups = shape.groups
+        check_block_size(self.groups, settings.block_size)
         self.kv_format = kv_format(self.groups, settings.block_size)
         self.vocab_size = shape.vocab_size
         self.context_tokens = min(settings.max_context_tokens or shape.context_tokens, shape.context_tokens)
-        self.head_range = tp.share("KV heads", num_model_heads(self.groups))
+        self.head_range = held_heads(self.groups, tp)
         bytes_per_block = block_bytes(self.groups, settings.block_size, tp.size)
         self.kv_bytes_per_token = bytes_per_block // settings.block_size
         self.num_blocks = settings.num_blocks or settings.kv_memory_bytes // bytes_per_block
@@ -138,6 +139,12 @@ class ModelRunner:
         ids = self.tp.broadcast_from_leader(token_ids).numpy()
         self.rows.append(rows, ids)
         return sampled_rows(sampling, ids.tolist(), done)
+
+
+def held_heads(groups: tuple[KVGroupSpec, ...], tp: TensorParallel) -> tuple[int, int]:
+    """This rank's range of the model's KV heads: all of them where no group is split."""
+    heads = num_model_heads(groups)
+    return tp.share("KV heads", heads) if any(spec.sharded for spec in groups) else (0, heads)
 
 
 def sampled_rows(rows: list[int], token_ids: list[int], done: Sampled | None) -> list[SampledRow]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from tidemill_engine.engine import Engine
+from tidemill_engine.host_pool import HostPool, pageable, pinned
 from tidemill_engine.messages import RankFailed, RankReady, Shutdown
 from tidemill_engine.rank_io import RankIO
 from tidemill_engine.rank_steps import StepFollower, StepLeader
@@ -110,7 +111,9 @@ def run_follower(runner: "ModelRunner", steps: StepFollower) -> None:
 
 def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     """Loads the model and runs until Shutdown or the leader's end."""
-    # Torch takes seconds to import: the I/O thread is up by then and notices a service that is gone.
+    # Torch takes seconds to import: the I/O thread is up by then and notices a service that is gone. A third to a half
+    # of that time would go to garbage collections, which find nothing.
+    gc.disable()
     from tidemill_engine.parallel.tp import TensorParallel
     from tidemill_engine.runners import start_runner
 
@@ -123,13 +126,15 @@ def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     # What loading left behind lives as long as the process; each full collection would take 0.1 s to find that out.
     gc.collect()
     gc.freeze()
-    io.attach_pool(runner.pool)
+    gc.enable()
+    host = _host_pool(settings, runner) if settings.l2_memory_bytes else None
+    io.attach_pool(runner.pool, host)
     follower = None
     if leader is not None:
         leader.accept(_JOIN_S)
     elif not is_leader:
         follower = StepFollower(settings.step_socket, settings.rank, _JOIN_S, settings.watchdog_s)
-    io.send([_ready(settings, runner, io.transfer_address, time.monotonic() - started_s)])
+    io.send([_ready(settings, runner, host, io.transfer_address, time.monotonic() - started_s)])
     log.info("rank_ready", backend=runner.backend, num_blocks=runner.num_blocks)
     if follower is not None:
         run_follower(runner, follower)
@@ -142,7 +147,22 @@ def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     tp.close()
 
 
-def _ready(settings: EngineSettings, runner: "ModelRunner", transfer_address: str, load_s: float) -> RankReady:
+def _host_pool(settings: EngineSettings, runner: "ModelRunner") -> HostPool:
+    """L2, in pinned memory where the pool is on a GPU."""
+    return HostPool(
+        runner.pool,
+        runner.groups,
+        runner.head_range,
+        block_size=settings.block_size,
+        dtype=settings.kv_dtype,
+        memory_bytes=settings.l2_memory_bytes,
+        allocate=pinned if settings.device.startswith("cuda") else pageable,
+    )
+
+
+def _ready(
+    settings: EngineSettings, runner: "ModelRunner", host: HostPool | None, transfer_address: str, load_s: float
+) -> RankReady:
     head_start, head_end = runner.head_range
     return RankReady(
         rank=settings.rank,
@@ -157,6 +177,8 @@ def _ready(settings: EngineSettings, runner: "ModelRunner", transfer_address: st
         kv_bytes_per_token=runner.kv_bytes_per_token,
         load_seconds=load_s,
         backend=runner.backend,
+        num_host_blocks=host.num_blocks if host else 0,
+        num_host_snapshots=host.num_snapshots if host else 0,
     )
 
 
@@ -183,8 +205,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _set_threads(torch_threads: int) -> None:
-    """Read by OpenMP when torch is imported. Spinning at barriers costs more than it saves on shared cores."""
+    """Read by OpenMP when torch is imported. Long spins at barriers cost more than they save on shared cores; some
+    40 us reach to the next kernel of a step, where waking a thread takes longer."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if torch_threads:
         os.environ["OMP_NUM_THREADS"] = str(torch_threads)
 
@@ -201,7 +225,8 @@ def _configure_log(rank_name: str) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # A line and its end in one write: the service writes to the same file.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
 
 

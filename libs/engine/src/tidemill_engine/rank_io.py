@@ -9,21 +9,26 @@ import msgspec
 import structlog
 import uvloop
 
+from tidemill_engine.host_pool import HostPool
 from tidemill_engine.messages import (
     CancelTransfer,
     Command,
     EngineError,
+    LoadHost,
+    RankFailed,
     RecvKV,
     Report,
+    SaveHost,
     SendKV,
     Shutdown,
     TransferFailed,
     decode_commands,
     encode,
 )
-from tidemill_engine.rank_transfers import Pool, RankTransfers
+from tidemill_engine.rank_transfers import RankTransfers, TransferCommand
 from tidemill_engine.scheduler import SchedulerCommand
 from tidemill_engine.settings import EngineSettings
+from tidemill_engine.transfer_pool import Pool
 from tidemill_transfer.agent import TransferAgent, open_agent
 
 log = structlog.get_logger("tidemill.rank_io")
@@ -90,10 +95,10 @@ class RankIO:
         if self._start_error is not None:
             raise self._start_error
 
-    def attach_pool(self, pool: Pool) -> None:
-        """Transfers are possible from here on."""
+    def attach_pool(self, pool: Pool, host: HostPool | None = None) -> None:
+        """Transfers are possible from here on; `host` is L2."""
         assert self._agent is not None, "the thread has not started"
-        self._transfers = RankTransfers(self._agent, pool, self._settings.transfer_limit_s, self._report)
+        self._transfers = RankTransfers(self._agent, pool, self._settings.transfer_limit_s, self._report, host)
 
     def send(self, reports: list[Report]) -> None:
         """Queues a frame; callable from any thread."""
@@ -118,7 +123,13 @@ class RankIO:
 
     async def _main(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._socket_path)
-        self._agent = await open_agent(self._settings.transport, self._settings.host)
+        try:
+            self._agent = await open_agent(self._settings.transport, self._settings.host)
+        except Exception as error:
+            # This loop ends with the error: nothing else could tell the service why.
+            self._report(RankFailed(self._settings.rank, str(error)))
+            await self._flush()
+            raise
         self._started.set()
         reading = asyncio.create_task(self._read(reader))
         stopping = asyncio.create_task(self._stopping.wait())
@@ -151,7 +162,8 @@ class RankIO:
                 if length > _MAX_FRAME_BYTES:
                     raise ValueError(f"a frame of {length} bytes is over the limit of {_MAX_FRAME_BYTES}")
                 body = await reader.readexactly(length)
-            except (asyncio.IncompleteReadError, ConnectionResetError):
+            except (asyncio.IncompleteReadError, ConnectionError):
+                # Also of a write to a service that was killed: the stream keeps one error for both directions.
                 return
             try:
                 self._dispatch(decode_commands(body))
@@ -162,7 +174,7 @@ class RankIO:
         """Transfers are handled here, the rest goes to the engine."""
         for_engine: list[EngineCommand] = []
         for command in commands:
-            if isinstance(command, SendKV | RecvKV):
+            if isinstance(command, SendKV | RecvKV | SaveHost | LoadHost):
                 self._start_transfer(command)
             elif isinstance(command, CancelTransfer):
                 if self._transfers is not None:
@@ -172,7 +184,7 @@ class RankIO:
         if for_engine:
             self.inbox.put(for_engine)
 
-    def _start_transfer(self, command: SendKV | RecvKV) -> None:
+    def _start_transfer(self, command: TransferCommand) -> None:
         if self._transfers is None:
             error = EngineError("UNAVAILABLE", "the rank is not ready")
             self._report(TransferFailed(command.transfer_id, error))

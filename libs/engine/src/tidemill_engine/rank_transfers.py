@@ -1,4 +1,4 @@
-"""SendKV and RecvKV of one rank: between its KV pool and the transfer agent, on the I/O thread's loop.
+"""Transfers of one rank on the I/O thread's loop: between its KV pool, L2 and the transfer agent.
 
 Each command is answered exactly once, by TransferDone or TransferFailed, and a receive is answered only when nothing
 writes into the pool any more.
@@ -8,20 +8,32 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
-from tidemill_engine.messages import EngineError, RecvKV, Report, SendKV, TransferDone, TransferFailed
+from tidemill_engine.host_pool import HostPool
+from tidemill_engine.messages import (
+    EngineError,
+    LoadHost,
+    RecvKV,
+    Report,
+    SaveHost,
+    SendKV,
+    TransferDone,
+    TransferFailed,
+)
+from tidemill_engine.transfer_pool import Bytes, DevicePool, Pool
 from tidemill_transfer.agent import TransferAgent
 from tidemill_transfer.checksum import checksum64
 from tidemill_transfer.errors import TransferError
 
-Bytes = npt.NDArray[np.uint8]
+TransferCommand = SendKV | RecvKV | SaveHost | LoadHost
 
 log = structlog.get_logger("tidemill.transfers")
+
+T = TypeVar("T")
 
 _CODES = {
     "peer_lost": "WORKER_LOST",
@@ -32,63 +44,44 @@ _CODES = {
 }
 
 
-class Pool(Protocol):
-    """What transfers need of the KV pool; thread-safe for disjoint blocks."""
-
-    num_blocks: int
-
-    def gather(
-        self,
-        block_ids: list[int],
-        head_start: int,
-        head_end: int,
-        sequence_slot: int = -1,
-        snapshot_ids: list[int] = ...,
-        per_block_snapshots: bool = False,
-    ) -> Bytes: ...
-
-    def scatter(
-        self,
-        data: Bytes,
-        block_ids: list[int],
-        head_start: int,
-        head_end: int,
-        source_dtype: str,
-        sequence_slot: int = -1,
-        snapshot_ids: list[int] = ...,
-        per_block_snapshots: bool = False,
-    ) -> None: ...
-
-    def canonical_bytes(
-        self,
-        num_blocks: int,
-        head_start: int,
-        head_end: int,
-        dtype: str,
-        with_sequence: bool,
-        num_snapshots: int = 0,
-    ) -> int: ...
-
-
 class RankTransfers:
     """Runs the transfers of one rank, each as a task with a deadline of at most `limit_s`."""
 
-    def __init__(self, agent: TransferAgent, pool: Pool, limit_s: float, report: Callable[[Report], None]) -> None:
+    def __init__(
+        self,
+        agent: TransferAgent,
+        pool: Pool,
+        limit_s: float,
+        report: Callable[[Report], None],
+        host: HostPool | None = None,
+    ) -> None:
         self._agent = agent
         self._pool = pool
+        self._host = host
         self._limit_s = limit_s
         self._report = report
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._writing: set[int] = set()
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copy")
+        self._device = pool if isinstance(pool, DevicePool) and agent.takes_device_memory else None
 
-    def start(self, command: SendKV | RecvKV) -> None:
+    def start(self, command: TransferCommand) -> None:
         """Begins a transfer."""
+        if self._device is not None:
+            self._device.bind_thread()
         if command.transfer_id in self._tasks:
             log.error("duplicate_transfer", transfer_id=command.transfer_id)
             return
-        work = self._send(command) if isinstance(command, SendKV) else self._receive(command)
-        self._tasks[command.transfer_id] = asyncio.create_task(self._answer(command.transfer_id, work))
+        self._tasks[command.transfer_id] = asyncio.create_task(self._answer(command.transfer_id, self._work(command)))
+
+    def _work(self, command: TransferCommand) -> Coroutine[Any, Any, Report]:
+        match command:
+            case SendKV():
+                return self._send(command)
+            case RecvKV():
+                return self._receive(command)
+            case SaveHost() | LoadHost():
+                return self._copy(command)
 
     def cancel(self, transfer_id: int) -> None:
         """Ends a transfer, unless its bytes are on their way into the pool; unknown ids were answered before."""
@@ -130,42 +123,79 @@ class RankTransfers:
         started_s = time.monotonic()
         ends_s = started_s + min(command.deadline_s, self._limit_s)
         piece = command.piece
-        self._check_blocks(command.block_ids)
+        self._check_blocks(command.block_ids, command.from_host)
 
-        def gather() -> tuple[Bytes, int]:
+        device = self._device if _is_plain(command) else None
+
+        def gather() -> tuple[Any, int]:
             # After the deadline the blocks may belong to another request.
             _seconds_left(ends_s)
-            data = self._pool.gather(
-                command.block_ids,
-                piece.head_start,
-                piece.head_end,
-                command.sequence_slot,
-                command.snapshot_ids,
-                command.per_block_snapshots,
-            )
+            if device is not None:
+                return device.gather_on_device(command.block_ids, piece.head_start, piece.head_end), 0
+            if command.from_host:
+                data = self._slots().read(command.block_ids, command.snapshot_ids)
+            else:
+                data = self._pool.gather(
+                    command.block_ids,
+                    piece.head_start,
+                    piece.head_end,
+                    command.sequence_slot,
+                    command.snapshot_ids,
+                    command.per_block_snapshots,
+                )
             return data, checksum64(data)
 
-        data, checksum = await asyncio.get_running_loop().run_in_executor(self._copier, gather)
+        data, checksum = await self._run_copy(device, gather)
         if piece.size_bytes and data.nbytes != piece.size_bytes:
             raise ValueError(f"the piece has {data.nbytes} bytes, not {piece.size_bytes}")
         await self._agent.send(piece.peer_address, piece.tag, data, _seconds_left(ends_s))
         seconds = time.monotonic() - started_s
         return TransferDone(command.transfer_id, data.nbytes, seconds, checksum, len(command.block_ids))
 
+    async def _copy(self, command: SaveHost | LoadHost) -> Report:
+        """Between pool and L2."""
+        started_s = time.monotonic()
+        ends_s = started_s + min(command.deadline_s, self._limit_s)
+        self._check_blocks(command.block_ids, False)
+        self._check_blocks(command.slots, True)
+        host = self._slots()
+
+        def in_time() -> None:
+            # After the deadline the blocks may belong to another request.
+            _seconds_left(ends_s)
+
+        def copy() -> tuple[int, int]:
+            blocks, slots = command.block_ids, command.slots
+            if isinstance(command, LoadHost):
+                return host.load(slots, blocks, command.snapshot_slots, command.snapshot_ids, in_time)
+            return len(slots), host.save(blocks, slots, command.snapshot_ids, command.snapshot_slots, in_time)
+
+        # What has begun to write is not cancelled.
+        self._writing.add(command.transfer_id)
+        good, size_bytes = await asyncio.get_running_loop().run_in_executor(self._copier, copy)
+        return TransferDone(command.transfer_id, size_bytes, time.monotonic() - started_s, good_blocks=good)
+
     async def _receive(self, command: RecvKV) -> Report:
         started_s = time.monotonic()
         ends_s = started_s + min(command.deadline_s, self._limit_s)
         piece = command.piece
-        self._check_blocks(command.block_ids)
+        self._check_blocks(command.block_ids, command.to_host)
         sizes = self._part_sizes(command)
         if sum(sizes) != piece.size_bytes:
             raise ValueError(f"the piece should have {sum(sizes)} bytes, not {piece.size_bytes}")
-        data = np.empty(piece.size_bytes, np.uint8)
+        device = self._device if _is_plain(command) else None
+        data = np.empty(piece.size_bytes, np.uint8) if device is None else device.empty_on_device(piece.size_bytes)
         await self._agent.recv(piece.peer_address, piece.tag, data, _seconds_left(ends_s))
-        _seconds_left(ends_s)
         self._writing.add(command.transfer_id)
-        loop = asyncio.get_running_loop()
-        good, checksum = await loop.run_in_executor(self._copier, self._verify_and_write, command, data, sizes)
+
+        def write() -> tuple[int, int]:
+            # Other copies may have come first; after the deadline the blocks may belong to another request.
+            _seconds_left(ends_s)
+            if device is None:
+                return self._verify_and_write(command, data, sizes)
+            return self._write_on_device(command, data)
+
+        good, checksum = await self._run_copy(device, write)
         seconds = time.monotonic() - started_s
         return TransferDone(command.transfer_id, data.nbytes, seconds, checksum, good)
 
@@ -191,11 +221,18 @@ class RankTransfers:
             good, num_bytes = _leading_good(data, sizes, command.block_checksums)
         snapshot_ids = command.snapshot_ids[:good] if command.per_block_snapshots else command.snapshot_ids
         if good or not command.block_checksums:
+            intact, heads = data[:num_bytes], (piece.head_start, piece.head_end)
+            if command.keep_heads is not None:
+                has_snapshot = [i >= 0 for i in snapshot_ids] or [False] * good
+                intact = self._pool.cut_heads(intact, heads, command.keep_heads, command.source_dtype, has_snapshot)
+                heads = command.keep_heads
+            if command.to_host:
+                self._slots().write(intact, command.block_ids[:good], snapshot_ids, heads)
+                return good, checksum
             self._pool.scatter(
-                data[:num_bytes],
+                intact,
                 command.block_ids[:good],
-                piece.head_start,
-                piece.head_end,
+                *heads,
                 command.source_dtype,
                 command.sequence_slot,
                 snapshot_ids,
@@ -203,9 +240,36 @@ class RankTransfers:
             )
         return good, checksum
 
-    def _check_blocks(self, block_ids: list[int]) -> None:
-        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self._pool.num_blocks):
-            raise ValueError(f"a block id is outside the pool of {self._pool.num_blocks} blocks")
+    async def _run_copy(self, device: DevicePool | None, copy: Callable[[], T]) -> T:
+        """On the copy thread; here where an idle device does it in less time than another thread takes to wake."""
+        if device is not None and device.is_idle:
+            return copy()
+        return await asyncio.get_running_loop().run_in_executor(self._copier, copy)
+
+    def _write_on_device(self, command: RecvKV, data: Any) -> tuple[int, int]:
+        assert self._device is not None
+        heads = command.piece.head_start, command.piece.head_end
+        self._device.scatter_from_device(data, command.block_ids, *heads, command.source_dtype)
+        return len(command.block_ids), 0
+
+    def _check_blocks(self, block_ids: list[int], in_host: bool) -> None:
+        num_blocks = self._slots().num_blocks if in_host else self._pool.num_blocks
+        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
+            raise ValueError(f"a block id is outside the {'L2' if in_host else 'pool'} of {num_blocks} blocks")
+
+    def _slots(self) -> HostPool:
+        if self._host is None:
+            raise ValueError("this rank has no L2")
+        return self._host
+
+
+def _is_plain(command: SendKV | RecvKV) -> bool:
+    """Blocks alone, between ranks: no bytes of this process's memory, none whose checksum a store has kept."""
+    if isinstance(command, SendKV):
+        in_memory = command.from_host
+    else:
+        in_memory = command.to_host or bool(command.block_checksums or command.piece.checksum)
+    return not (in_memory or command.per_block_snapshots or command.snapshot_ids)
 
 
 def _leading_good(data: Bytes, sizes: list[int], checksums: list[int]) -> tuple[int, int]:
@@ -222,5 +286,5 @@ def _leading_good(data: Bytes, sizes: list[int], checksums: list[int]) -> tuple[
 def _seconds_left(ends_s: float) -> float:
     left_s = ends_s - time.monotonic()
     if left_s <= 0:
-        raise TransferError("deadline", "the transfer's time was over before it began")
+        raise TransferError("deadline", "the transfer's time is over")
     return left_s

@@ -56,3 +56,5 @@ class RequestState(msgspec.Struct, kw_only=True):
     grammar_digest: str = ""
     grammar_consumed_token_ids: list[int] = []
     drafter: bytes = b""
+    rounded_kv: bool = False
+    """Its KV was once held in a less precise type than its pool's: good for this request, not for others."""

@@ -18,14 +18,17 @@ from tidemill_engine.loading.tiny import make_tiny
 from tidemill_engine.messages import (
     BlocksPinned,
     KVWanted,
+    MoveWanted,
     OnboardWanted,
     Output,
     PrefillProgress,
     Report,
     RequestKey,
     StateExported,
+    Stays,
     StepReport,
     Submit,
+    Suspended,
 )
 from tidemill_engine.model_runner import ModelRunner
 from tidemill_engine.parallel.tp import TensorParallel
@@ -138,6 +141,9 @@ class EngineDriver:
     onboards: list[OnboardWanted] = field(default_factory=list)
     exported: list[StateExported] = field(default_factory=list)
     pinned: list[BlocksPinned] = field(default_factory=list)
+    suspended: list[Suspended] = field(default_factory=list)
+    stays: list[Stays] = field(default_factory=list)
+    moves_wanted: list[MoveWanted] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
 
     def submit(self, name: str, token_ids: list[int], *, stage: str = "whole", **options: Any) -> RequestKey:
@@ -211,6 +217,12 @@ class EngineDriver:
                     self.exported.append(report)
                 case BlocksPinned():
                     self.pinned.append(report)
+                case Suspended():
+                    self.suspended.append(report)
+                case Stays():
+                    self.stays.append(report)
+                case MoveWanted():
+                    self.moves_wanted.append(report)
 
 
 def _groups(snapshot_interval: int) -> tuple[KVGroupSpec, ...]:
@@ -274,6 +286,12 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return made[architecture]
 
     return make
+
+
+@pytest.fixture
+def engine_driver() -> type[EngineDriver]:
+    """The service's side of an engine that a test has made."""
+    return EngineDriver
 
 
 @pytest.fixture

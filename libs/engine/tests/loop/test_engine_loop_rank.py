@@ -1,7 +1,6 @@
 """Real rank processes over their real socket."""
 
 import asyncio
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -36,8 +35,10 @@ from tidemill_engine.messages import (
     decode_reports,
     encode,
 )
+from tidemill_engine.rank_io import RankIO
 from tidemill_engine.sampling_params import SamplingParams
 from tidemill_engine.settings import EngineSettings, encode_settings
+from tidemill_local.ports import free_port
 from tidemill_transfer.checksum import checksum64
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 T = TypeVar("T")
 
 PROMPT = [(7 * i) % 250 for i in range(75)]
-WAIT_S = 100.0
+WAIT_S = 300.0
 
 
 @dataclass
@@ -129,9 +130,7 @@ class Ranks:
 
     async def start_domain(self, model_dir: Path) -> list[RankProcess]:
         """Two ranks of one domain, ready."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         steps = str(self.folder / f"{port}.steps")
         shared = {"tp_size": 2, "tp_init_method": f"tcp://127.0.0.1:{port}", "step_socket": steps}
         ranks = [await self.start(model_dir, rank=rank, **shared) for rank in range(2)]
@@ -308,3 +307,15 @@ async def test_a_rank_that_cannot_load_says_why(tmp_path, ranks):
     failed = await rank.expect(RankFailed)
     assert "nothing" in failed.message
     assert await asyncio.wait_for(rank.process.wait(), WAIT_S) == 1
+
+
+async def test_a_service_that_is_killed_while_the_rank_writes_is_gone_and_no_fault_of_the_rank():
+    lost: list[str] = []
+    io = RankIO(EngineSettings(model_dir=""), "", lost.append)
+    try:
+        reader = asyncio.StreamReader()
+        reader.set_exception(BrokenPipeError(32, "Broken pipe"))
+        await io._read(reader)
+    finally:
+        io._loop.close()
+    assert lost == [], "the end of reading is told once, by whoever waits for it"

@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tidemill_engine import rank_transfers
 from tidemill_engine.messages import EngineError, PieceSpec, RecvKV, SendKV, TransferDone, TransferFailed
 from tidemill_engine.rank_steps import PeerLost, StepFollower, StepLeader
 from tidemill_engine.rank_transfers import RankTransfers
@@ -18,8 +21,8 @@ from tidemill_transfer.checksum import checksum64
 BLOCK_BYTES = 64
 
 
-def follow(path: Path, watchdog_s: float = 20.0) -> StepFollower:
-    return StepFollower(str(path), 1, 20.0, watchdog_s)
+def follow(path: Path, watchdog_s: float = 300.0) -> StepFollower:
+    return StepFollower(str(path), 1, 300.0, watchdog_s)
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def lost() -> list[str]:
 def domain(tmp_path: Path, lost: list[str]) -> Any:
     leader = StepLeader(str(tmp_path / "steps"), 1, lost.append)
     follower = follow(tmp_path / "steps")
-    leader.accept(20.0)
+    leader.accept(300.0)
     yield leader, follower
     leader.close()
     follower.close()
@@ -51,9 +54,9 @@ def test_a_follower_that_leaves_is_noticed_while_idle(tmp_path, lost):
     gone = threading.Event()
     leader = StepLeader(str(tmp_path / "steps"), 1, lambda reason: (lost.append(reason), gone.set()))
     follower = follow(tmp_path / "steps")
-    leader.accept(20.0)
+    leader.accept(300.0)
     follower.close()
-    assert gone.wait(20.0)
+    assert gone.wait(300.0)
     assert lost == ["rank 1 of the domain is gone"]
     leader.close()
 
@@ -61,7 +64,7 @@ def test_a_follower_that_leaves_is_noticed_while_idle(tmp_path, lost):
 def test_a_leader_that_leaves_without_a_word_is_lost(tmp_path, lost):
     leader = StepLeader(str(tmp_path / "steps"), 1, lost.append)
     follower = follow(tmp_path / "steps")
-    leader.accept(20.0)
+    leader.accept(300.0)
     for connection in leader._followers.values():
         connection.shutdown(2)
     with pytest.raises(PeerLost, match="gone"):
@@ -73,7 +76,7 @@ def test_a_leader_that_leaves_without_a_word_is_lost(tmp_path, lost):
 def test_a_silent_leader_is_lost_after_the_watchdog(tmp_path, lost):
     leader = StepLeader(str(tmp_path / "steps"), 1, lost.append)
     follower = follow(tmp_path / "steps", watchdog_s=0.1)
-    leader.accept(20.0)
+    leader.accept(300.0)
     leader.send_heartbeat()
     with pytest.raises(PeerLost, match="silent"):
         follower.receive_step()
@@ -85,7 +88,7 @@ def test_a_rank_that_never_joins_is_named(tmp_path, lost):
     leader = StepLeader(str(tmp_path / "steps"), 2, lost.append)
     follower = follow(tmp_path / "steps")
     with pytest.raises(PeerLost, match=r"ranks \[2\]"):
-        leader.accept(0.3)
+        leader.accept(2.0)
     leader.close()
     follower.close()
     with pytest.raises(PeerLost, match="no leader"):
@@ -111,14 +114,14 @@ class BytesPool:
 
     def scatter(self, data: np.ndarray, block_ids: list[int], *_: Any) -> None:
         self.writing.set()
-        self.may_write.wait(20.0)
+        self.may_write.wait(300.0)
         self.blocks[block_ids] = data.reshape(-1, BLOCK_BYTES)
 
 
 class Peer:
     """One rank's transfers."""
 
-    def __init__(self, agent: Any, limit_s: float = 20.0) -> None:
+    def __init__(self, agent: Any, limit_s: float = 300.0) -> None:
         self.agent, self.pool = agent, BytesPool()
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         self.transfers = RankTransfers(agent, self.pool, limit_s, self.answers.put_nowait)
@@ -141,8 +144,8 @@ async def test_bytes_move_and_both_ends_know_their_checksum(peers):
     source, target = peers
     source.pool.blocks[1:3] += 1
     expected = source.pool.blocks[[2, 1]].copy()
-    source.transfers.start(SendKV(1, [2, 1], piece(target, 5, 2), 10.0))
-    target.transfers.start(RecvKV(1, [6, 7], piece(source, 5, 2, checksum=checksum64(expected)), 10.0, "float32"))
+    source.transfers.start(SendKV(1, [2, 1], piece(target, 5, 2), 300.0))
+    target.transfers.start(RecvKV(1, [6, 7], piece(source, 5, 2, checksum=checksum64(expected)), 300.0, "float32"))
     sent, received = await source.answers.get(), await target.answers.get()
     assert sent.checksum == received.checksum == checksum64(expected)
     assert (target.pool.blocks[[6, 7]] == expected).all()
@@ -181,7 +184,7 @@ async def test_a_cancel_during_the_write_is_answered_when_the_write_is_over(peer
     source.transfers.start(SendKV(1, [2], piece(target, 5, 1), 10.0))
     target.transfers.start(RecvKV(1, [6], piece(source, 5, 1), 10.0, "float32"))
     await source.answers.get()
-    await asyncio.to_thread(target.pool.writing.wait, 20.0)
+    await asyncio.to_thread(target.pool.writing.wait, 300.0)
     target.transfers.cancel(1)
     await asyncio.sleep(0.05)
     assert target.answers.empty()
@@ -202,3 +205,23 @@ async def test_no_transfer_outlasts_the_ranks_limit(peers):
     answer = await target.answers.get()
     assert answer == TransferFailed(1, EngineError("DEADLINE_EXCEEDED", answer.error.message))
     await target.transfers.close()
+
+
+async def test_bytes_that_waited_for_other_copies_beyond_the_deadline_never_reach_the_pool(peers, monkeypatch):
+    """The service gives up a little after the deadline, and the blocks go to another request."""
+    source, target = peers
+    before = target.pool.blocks.copy()
+    now_s, copies = [time.monotonic()], threading.Event()
+    monkeypatch.setattr(rank_transfers, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    target.transfers._copier.submit(copies.wait, 300.0)
+    source.transfers.start(SendKV(1, [2], piece(target, 5, 1), 10.0))
+    target.transfers.start(RecvKV(1, [6], piece(source, 5, 1), 10.0, "float32"))
+    await source.answers.get()
+    async with asyncio.timeout(300.0):
+        while 1 not in target.transfers._writing:
+            await asyncio.sleep(0)
+    now_s[0] += 11.0
+    copies.set()
+    answer = await target.answers.get()
+    assert answer == TransferFailed(1, EngineError("DEADLINE_EXCEEDED", answer.error.message))
+    assert (target.pool.blocks == before).all()

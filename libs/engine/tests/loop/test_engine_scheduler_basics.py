@@ -169,8 +169,38 @@ def test_abort_ends_a_request_in_any_state(emulated_service):
     service.assert_nothing_held()
 
 
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+@pytest.mark.parametrize("leg", ["prefill", "whole"])
+def test_what_ends_a_request_in_mid_step_keeps_it_out_of_the_next(emulated_service, leg, end):
+    service = emulated_service(max_num_batched_tokens=8)
+    length = 100 if leg == "prefill" else 6
+    key = service.submit("a", list(range(length)), stage=leg, max_tokens=500, deadline_s=5.0)
+    other = service.submit("b", [900] * 5, max_tokens=30)
+    for _ in range(4):
+        service.step()
+
+    def in_mid_step() -> None:
+        if end == "abort":
+            service.engine.handle(Abort(key))
+        else:
+            service.now_s = 5.0
+
+    service.runner.on_step = in_mid_step
+    service.step()
+    service.runner.on_step = lambda: None
+    service.step()
+    last = service.runner.steps[-1]
+    running = service.engine.scheduler.state.running
+    assert service.finish(key) == ("aborted" if end == "abort" else "error")
+    assert [row.row for row in last.rows] == [request.row for request in running]
+    assert key not in service.engine.scheduler.state.requests
+    service.run()
+    assert service.finish(other) == "length"
+    service.assert_nothing_held()
+
+
 def test_a_deadline_ends_waiting_and_running_requests(emulated_service):
-    service = emulated_service(max_num_seqs=1)
+    service = emulated_service(max_num_seqs=1, prefill_policy="fcfs")
     running = service.submit("a", [1, 2], max_tokens=100, deadline_s=0.5)
     waiting = service.submit("b", [3], max_tokens=5, deadline_s=0.2)
     service.run()

@@ -60,7 +60,7 @@ def test_a_stalled_request_gives_way_first(emulated_service):
 
 
 def test_small_requests_pass_an_oversized_one_but_only_so_often(emulated_service):
-    service = emulated_service(num_blocks=40, max_overtakes=5, admission_headroom_tokens=1)
+    service = emulated_service(num_blocks=40, max_overtakes=5, admission_headroom_tokens=1, prefill_policy="fcfs")
     held = service.submit("held", list(range(90)), max_tokens=2, stage="prefill", hold_s=60)
     service.run()
     big = service.submit("big", [500 + i for i in range(80)], max_tokens=4)

@@ -17,7 +17,8 @@ from tidemill_engine.scheduler.load import FreshPercentile
 from tidemill_engine.scheduler.timers import Timers
 from tidemill_engine.scheduler.waiting import WaitingQueue
 from tidemill_engine.settings import EngineSettings, decode_settings, encode_settings
-from tidemill_engine.step_cost import MovingMean, StepCost
+from tidemill_engine.step_cost import MeasuredCost, MovingMean
+from tidemill_kvcache.step_cost import StepShape
 
 
 def make(name: str, *, arrival_s: float = 0.0, priority: int = 0) -> Request:
@@ -121,11 +122,11 @@ def test_a_moving_mean_leaves_out_its_first_samples():
 
 
 def test_step_costs_separate_prefill_from_decode():
-    cost = StepCost()
+    cost = MeasuredCost()
     for _ in range(6):
-        cost.observe(0, 4, 0.05)
+        cost.observe(StepShape(decode_rows=4), 0.05)
     for _ in range(6):
-        cost.observe(100, 4, 0.25)
+        cost.observe(StepShape(prefill_tokens=100, decode_rows=4), 0.25)
     assert cost.decode_step_s == pytest.approx(0.05)
     assert cost.prefill_tokens_per_s == pytest.approx(500.0)
     assert cost.prefill_s(1000) == pytest.approx(2.0)
@@ -133,8 +134,8 @@ def test_step_costs_separate_prefill_from_decode():
 
 
 def test_an_unknown_rate_is_zero():
-    cost = StepCost()
-    cost.observe(100, 0, 9.0)
+    cost = MeasuredCost()
+    cost.observe(StepShape(prefill_tokens=100), 9.0)
     assert (cost.prefill_tokens_per_s, cost.decode_step_s, cost.prefill_s(10)) == (0.0, 0.0, 0.0)
 
 
@@ -167,6 +168,30 @@ def test_load_tells_queue_rates_and_predictions(emulated_service: Callable[..., 
     load = service.engine.scheduler.load_sample()
     assert load.measured_tpot_s == pytest.approx(0.1, rel=0.2)
     assert (load.output_tokens_total, load.prompt_tokens_total) == (48, 360)
+
+
+def test_an_engine_that_has_become_idle_predicts_nothing_of_the_batch_that_has_ended(
+    emulated_service: Callable[..., Any],
+):
+    service = emulated_service(num_blocks=400, max_num_seqs=16)
+
+    def rows_take_time() -> None:
+        rows = sum(request.is_decoding for request in service.engine.scheduler.state.running)
+        service.now_s += 0.01 * (1 + rows)
+
+    service.runner.on_step = rows_take_time
+    for i in range(24):
+        # Their ends spread, so that steps of several sizes teach what a row costs.
+        service.submit(f"r{i}", [i] * 20, max_tokens=20 + 4 * i)
+    most, lengths = 0.0, []
+    while not all(service.finish(key) for key in service.outputs) or len(service.outputs) < 24:
+        service.step(0.0)
+        load = service.engine.scheduler.load_sample()
+        most, lengths = max(most, load.predicted_tpot_s), [*lengths, load.context_tokens]
+    assert most > 0.1
+    assert load.predicted_tpot_s < 0.05
+    assert max(lengths) > 16 * 20
+    assert (load.running_requests, load.context_tokens) == (0, 0)
     service.now_s += 60
     assert service.engine.scheduler.load_sample().measured_ttft_s == 0.0
 

@@ -130,6 +130,24 @@ def test_a_hand_over_continues_the_stream(emulated_service, emulated_continuatio
     assert target.outputs[again][0].cached_l1 == (prompt_length - 1) // 4 * 4
 
 
+def test_kv_that_was_rounded_on_its_way_serves_its_own_request_only(emulated_service, emulated_continuation):
+    source, target = emulated_service(), emulated_service()
+    prompt = list(range(30))
+    prefill(source, prompt)
+    key = target.submit("a", prompt, stage="decode", max_tokens=6)
+    target.step()
+    copy_blocks(source, blocks_of(source), target, target.wanted[0].block_ids)
+    state = source.exported[0].state
+    state.rounded_kv = True
+    target.engine.handle(KVReady(key, state))
+    target.run()
+    assert target.tokens(key) == emulated_continuation(prompt, 6)[1:]
+    again = target.submit("again", prompt, max_tokens=1)
+    target.run()
+    assert target.outputs[again][0].cached_l1 == 0
+    target.assert_nothing_held()
+
+
 def test_a_handed_over_request_that_is_preempted_computes_what_it_lost(emulated_service, emulated_continuation):
     source, target = emulated_service(), emulated_service(num_blocks=10, admission_headroom_tokens=1)
     prompt = list(range(12))

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from harness.oracle_checkpoints import make_oracle
 
 from tidemill_engine.attention.base import ForwardBatch
 from tidemill_engine.loading.tiny import make_tiny
@@ -142,6 +143,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = repr((architecture, seed, sorted(overrides.items())))
         if key not in made:
             made[key] = make_tiny(architecture, tmp_path_factory.mktemp("tiny") / architecture, seed, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Has transformers make a tiny checkpoint once: oracle("qwen3_moe", num_experts=4)."""
+    made: dict[str, Path] = {}
+
+    def make(name: str, seed: int = 0, **overrides: Any) -> Path:
+        key = repr((name, seed, sorted(overrides.items())))
+        if key not in made:
+            made[key] = make_oracle(name, tmp_path_factory.mktemp("oracle") / name, seed, **overrides)
         return made[key]
 
     return make

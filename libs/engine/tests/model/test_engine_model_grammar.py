@@ -65,6 +65,18 @@ def test_a_json_object_starts_as_one(driver: Any, tiny: Callable[..., Path]) -> 
     assert generate_text(driver, 0, tiny("qwen3"), limit=20).lstrip().startswith("{")
 
 
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_a_json_object_is_whole_when_it_ends(driver: Any, tiny: Callable[..., Path], seed: int) -> None:
+    # Random weights seldom end a string or an object by themselves.
+    tokenizer = Tokenizer.from_file(str(tiny("qwen3") / "tokenizer.json"))
+    ends = {tokenizer.token_to_id(end): 6.0 for end in ('"', "}", "]")}
+    driver.add(0, [65, 66, 67], constrained("json_object", "", temperature=1.0, seed=seed, logit_bias=ends))
+    value = json.loads(generate_text(driver, 0, tiny("qwen3"), limit=300))
+    assert isinstance(value, dict)
+    assert value
+    assert driver.tokens[0][-1] == EOS
+
+
 def test_an_unconstrained_neighbour_is_not_touched(driver: Any, tiny: Callable[..., Path]) -> None:
     driver.add(1, [70, 71, 72], SamplingParams(temperature=0.0))
     free = driver.generate(1, 8)
@@ -90,13 +102,20 @@ def test_a_resumed_request_goes_on_in_the_middle_of_its_grammar(driver: Any, tin
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("lark", "start: nothing"), ("json_schema", '{"type": "quark"}'), ("json_schema", "{")]
+    ("kind", "text"),
+    [
+        ("lark", "start: nothing"),
+        ("json_schema", '{"type": "quark"}'),
+        ("json_schema", '{"$ref": "#"}'),
+        ("json_schema", "{"),
+    ],
 )
 def test_a_grammar_that_cannot_be_used_is_an_error_of_its_request_alone(driver: Any, kind: str, text: str) -> None:
     driver.add(0, [65, 66, 67], constrained(kind, text))
     driver.add(1, [70, 71, 72], SamplingParams(temperature=0.0))
     sampled = driver.step({0: 3, 1: 3})
     assert sampled[0].grammar_error
+    assert "\n" not in sampled[0].grammar_error, "the state of the parser is nobody's to read"
     assert sampled[0].token_ids == []
     assert len(sampled[1].token_ids) == 1
 

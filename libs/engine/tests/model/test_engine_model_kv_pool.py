@@ -60,6 +60,31 @@ def test_each_block_is_followed_by_its_own_snapshot_when_asked() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 3)), max_size=4),
+    st.sampled_from([((0, 4), (0, 2)), ((0, 4), (2, 4)), ((0, 4), (1, 2)), ((2, 4), (3, 4)), ((0, 2), (0, 2))]),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+def test_a_part_of_the_heads_is_what_would_have_been_gathered_for_it(
+    blocks: list[tuple[int, int]], cut: tuple[tuple[int, int], tuple[int, int]], dtype: str
+) -> None:
+    pool, (heads, part) = make_pool(dtype, fill=True), cut
+    block_ids, snapshot_ids = [block for block, _ in blocks], [snapshot for _, snapshot in blocks]
+    data = pool.gather(block_ids, *heads, snapshot_ids=snapshot_ids, per_block_snapshots=True)
+    wanted = pool.gather(block_ids, *part, snapshot_ids=snapshot_ids, per_block_snapshots=True)
+    has_snapshot = [snapshot >= 0 for snapshot in snapshot_ids]
+    assert np.array_equal(pool.cut_heads(data, heads, part, dtype, has_snapshot), wanted)
+
+
+def test_a_cut_of_other_sizes_or_heads_is_refused() -> None:
+    pool = make_pool(fill=True)
+    data = pool.gather([1, 2], 0, 4)
+    for count, part in ((1, (0, 2)), (3, (0, 2)), (2, (2, 5))):
+        with pytest.raises(ValueError, match=r"bytes are too|not a part"):
+            pool.cut_heads(data, (0, 4), part, "float32", [False] * count)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),
     st.sampled_from([(0, 4), (0, 2), (2, 4)]),
     st.sampled_from(["float32", "bfloat16"]),

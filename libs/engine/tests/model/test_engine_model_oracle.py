@@ -94,16 +94,21 @@ def test_greedy_tokens_and_logprobs_equal_the_reference_in_a_mixed_batch(
     model = reference(checkpoint)
     driver = start_runner(checkpoint, weights=weights)
     sampling = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=5)
-    lengths = {0: 5, 1: 33, 2: 80}
-    for row, length in lengths.items():
-        driver.add(row, prompt(length, seed=row), sampling)
-    collected: dict[int, list[Any]] = {row: [] for row in lengths}
-    # Row 0 decodes while row 1 and later row 2 are still in their prompts.
-    plan = [{0: 5}, {0: 1, 1: 20}, {0: 1, 1: 13, 2: 7}, {0: 1, 1: 1, 2: 73}] + [{0: 1, 1: 1, 2: 1}] * 12
+    prompts = {0: prompt(5, seed=0), 1: prompt(33, seed=1), 2: prompt(80, seed=2)}
+    for row, tokens in prompts.items():
+        driver.add(row, tokens, sampling)
+    prompts[3] = prompts[2][:64] + prompt(9, seed=3)
+    collected: dict[int, list[Any]] = {row: [] for row in prompts}
+    # Row 0 decodes while row 1 and later row 2 are still in their prompts; row 3 takes the first blocks of row 2.
+    plan = [{0: 5}, {0: 1, 1: 20}, {0: 1, 1: 13, 2: 7}, {0: 1, 1: 1, 2: 73}]
+    plan += [{0: 1, 1: 1, 2: 1, 3: 9}, *[{0: 1, 1: 1, 2: 1, 3: 1}] * 11]
     for parts in plan:
+        if 3 in parts and 3 not in driver.blocks:
+            driver.add(3, prompts[3], sampling, blocks=driver.blocks[2][: 64 // driver.block_size], computed=64)
         for row, sampled in driver.step(parts).items():
             collected[row] += sampled.logprobs
-    for row, length in lengths.items():
+    for row, length in ((row, len(tokens)) for row, tokens in prompts.items()):
+        assert collected[row]
         tokens = driver.tokens[row]
         logprobs = torch.log_softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
         for offset, (logprob, rank, top_ids, top_logprobs) in enumerate(collected[row]):

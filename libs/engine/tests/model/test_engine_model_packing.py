@@ -14,7 +14,7 @@ from tidemill_engine.layers.elementwise import NativeElementwise, TorchElementwi
 from tidemill_engine.layers.linear import PackedLinear
 from tidemill_engine.layers.rotary import RotaryTable
 from tidemill_engine.loading.errors import CheckpointError
-from tidemill_engine.models.config import RopeConfig
+from tidemill_engine.models.rope_config import RopeConfig
 
 
 def q4_1_values(outputs: int, inputs: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill_engine.sampling.philox import philox, uniform, uniform_torch
+from tidemill_engine.sampling.philox import PURPOSE_SAMPLE, philox, uniform, uniform_torch
 from tidemill_engine.sampling.sampler import Sampler
 from tidemill_engine.sampling_params import SamplingParams
 
@@ -188,3 +188,16 @@ def test_torch_draws_the_same_bits_as_numpy(pairs: list[tuple[int, int]]) -> Non
     made = uniform_torch(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions))
     assert np.array_equal(made.numpy(), expected)
     assert ((expected >= 0) & (expected < 1)).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=20))
+def test_draws_of_another_purpose_are_others_and_alike_in_numpy_and_torch(pairs: list[tuple[int, int]]) -> None:
+    seeds = np.array([seed for seed, _ in pairs], np.uint64)
+    positions = np.array([position for _, position in pairs])
+    drawn = [uniform(seeds, positions, purpose) for purpose in range(3)]
+    for purpose, numbers in enumerate(drawn):
+        by_torch = uniform_torch(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions), purpose)
+        assert by_torch.tolist() == numbers.tolist()
+    assert (drawn[0] != drawn[1]).all()
+    assert (drawn[1] != drawn[2]).all()
+    assert uniform(seeds, positions).tolist() == drawn[PURPOSE_SAMPLE].tolist()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from tidemill_engine.loading.smollm2 import convert, halves_from_pairs
 from tidemill_engine.sampling_params import SamplingParams
@@ -94,6 +95,38 @@ def test_a_sentence_has_the_oracles_logprobs_and_the_wrong_permutation_has_not(
         weight[576:768] = pairs_from_halves(weight[576:768], 3)
     wrong = sentence_logprobs(plain, tokenizer)
     assert abs(np.mean(wrong) - np.mean(SENTENCE_LOGPROBS)) > 0.2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("smollm2", ["float32"], indirect=True)
+@torch.inference_mode()
+def test_logits_and_greedy_tokens_equal_transformers_whole_chunked_with_hits_and_in_a_mixed_batch(
+    smollm2: Path, start_runner: Callable[..., Any]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="eager").eval()
+    shared = random_tokens(64, seed=5)
+    prompts = {0: random_tokens(5, seed=2), 1: shared + random_tokens(9, seed=6), 2: shared + random_tokens(20, seed=7)}
+    expected = model(torch.tensor([prompts[2]])).logits[0]
+    driver = start_runner(smollm2, block_size=16)
+    for chunk in (1000, 17):
+        difference = (driver.all_logits(prompts[2], chunk=chunk, poison=True) - expected).abs().max()
+        assert difference < 2e-3, f"chunks of {chunk}"
+    for row in (0, 1):
+        driver.add(row, prompts[row], TOP)
+    driver.step({0: 5, 1: 40})
+    driver.step({0: 1, 1: 33})
+    driver.add(2, prompts[2], TOP, blocks=driver.blocks[1][:4], computed=64)
+    for count in (20, *[1] * 9):
+        driver.step({0: 1, 1: 1, 2: count})
+    for row, prompt in prompts.items():
+        tokens = driver.tokens[row]
+        assert len(tokens) >= len(prompt) + 10
+        choices = model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+        assert tokens[len(prompt) :] == choices[len(prompt) - 1 : -1], f"row {row}"
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 49152, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def test_every_form_of_the_weights_is_as_near_to_the_plain_path_as_rounding_allows(

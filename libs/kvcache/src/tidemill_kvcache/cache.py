@@ -4,15 +4,19 @@ Content that two requests computed at the same time is cached once: the second o
 tree, until it is freed, and meanwhile references the cached one as the parent of what it commits next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 from tidemill_kvcache.block_pool import BlockPool
 from tidemill_kvcache.hashing import TokenIds, hash_blocks
 from tidemill_kvcache.pins import Pins
-from tidemill_kvcache.prefix_tree import Node, PrefixTree
+from tidemill_kvcache.prefix_tree import HIGHEST_PRIORITY, LOWEST_PRIORITY, NORMAL_PRIORITY, Node, PrefixTree
 from tidemill_kvcache.runs import CacheEvent, EventLog, StoredRun, chain_runs
 from tidemill_kvcache.sequence import CachedSequence, MatchResult
-from tidemill_kvcache.snapshots import SnapshotPool
+from tidemill_kvcache.snapshots import SnapshotHolder, SnapshotPool
+
+PRIVATE = -1
+"""Generation of sequences whose blocks never enter the tree."""
 
 
 class PrefixCache:
@@ -26,7 +30,7 @@ class PrefixCache:
         self.snapshot_interval_blocks = snapshot_interval_tokens // block_size
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree()
-        self._snapshots = SnapshotPool(num_snapshots)
+        self._snapshots = SnapshotPool(num_snapshots, self._snapshot_left)
         self._events = EventLog()
         self._pins = Pins()
         self._sequences: set[CachedSequence] = set()
@@ -69,9 +73,13 @@ class PrefixCache:
         pool = self._snapshots
         return pool.num_snapshots - pool.free_snapshots - pool.evictable_snapshots
 
-    def open(self, root: bytes) -> CachedSequence:
-        """A cursor at the start of a request's chain."""
-        return CachedSequence(root, self._generation)
+    def open(self, root: bytes, priority: int = NORMAL_PRIORITY) -> CachedSequence:
+        """A cursor at the start of a request's chain; its blocks are kept longer than those of a lower priority.
+
+        Any integer is a priority, but there are only three kinds: below 0, 0, above 0.
+        """
+        kept = max(LOWEST_PRIORITY, min(priority, HIGHEST_PRIORITY))
+        return CachedSequence(root, self._generation, priority=kept)
 
     def match_prefix(
         self, seq: CachedSequence, token_ids: TokenIds, limit_tokens: int, *, need_snapshot: bool = True
@@ -113,6 +121,16 @@ class PrefixCache:
             seq.block_ids += block_ids
         return block_ids
 
+    def comes_free(self, seqs: Collection[CachedSequence], wanted: int) -> bool:
+        """Whether so many blocks would be available once all pins were over and these sequences freed; O(wanted) and
+        the number of sequences and pinned blocks."""
+        missing = wanted - self.available_blocks
+        missing -= sum(len(seq.unshared) + len(seq.block_ids) - len(seq.hashes) for seq in seqs)
+        if missing <= 0:
+            return True
+        tips = (seq.tip for seq in seqs if seq.tip is not None)
+        return self._tree.num_ended_by(chain(tips, self._pins.references()), missing) >= missing
+
     def commit(self, seq: CachedSequence, token_ids: TokenIds, computed_tokens: int) -> None:
         """Makes newly full blocks reusable; `token_ids` is the whole sequence so far."""
         self.release_snapshot(seq)
@@ -135,6 +153,10 @@ class PrefixCache:
         for boundary in [b for b in seq.pending_snapshots if b > end]:
             self._snapshots.free(seq.pending_snapshots.pop(boundary))
         self.commit(seq, token_ids, end * self.block_size)
+
+    def keep_private(self, seq: CachedSequence) -> None:
+        """What the sequence commits from now on, until `free`, is never matched and told to nobody."""
+        seq.generation = PRIVATE
 
     def store_snapshot(self, seq: CachedSequence, boundary_tokens: int) -> int | None:
         """A snapshot id to fill with the state at a boundary; None: no room, there already, or beyond the blocks.
@@ -208,6 +230,10 @@ class PrefixCache:
             else:
                 low = middle
         return low
+
+    def coldest(self, count: int) -> list[bytes]:
+        """Hashes of the cached blocks that would be evicted next, in order."""
+        return self._tree.coldest(count)
 
     def pin(self, pin_id: int, hashes: Sequence[bytes]) -> tuple[list[int], list[int]]:
         """As `lookup`, and keeps what it found until `unpin`."""
@@ -303,6 +329,7 @@ class PrefixCache:
         seq.block_ids += [n.block_id for n in path]
         seq.hashes += [n.hash for n in path]
         seq.num_cached_blocks = len(seq.hashes)
+        self._tree.raise_priority(node, seq.priority)
         if by_snapshot:
             self.hold_snapshot(seq)
 
@@ -326,6 +353,7 @@ class PrefixCache:
             seq.unshared.append(seq.block_ids[index])
             if snapshot_id is not None:
                 self._attach_snapshot(node, snapshot_id)
+        self._tree.raise_priority(node, seq.priority)
         if seq.tip is not None:
             self._tree.release(seq.tip)
         seq.tip = node
@@ -335,6 +363,11 @@ class PrefixCache:
         if node.snapshot_id < 0:
             self._events.stored(_parent_hash(node), node.hash, True)
         self._snapshots.attach(node, snapshot_id)
+
+    def _snapshot_left(self, holder: SnapshotHolder) -> None:
+        """Of a block that was told of; one that outlived a reset is known to nobody."""
+        if isinstance(holder, Node) and self._tree.get(holder.hash) is holder:
+            self._events.snapshot_dropped(holder.hash)
 
     def _leading(self, hashes: Sequence[bytes]) -> list[Node]:
         nodes = []

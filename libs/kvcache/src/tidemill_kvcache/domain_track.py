@@ -27,7 +27,7 @@ def identity_of(domain: DomainRef) -> Identity:
 
 
 class TrackState(Enum):
-    """COLD wants a snapshot, FETCHING waits for one, LIVE applies batches as they come."""
+    """COLD wants what it lacks from the worker, FETCHING waits for it, LIVE applies batches as they come."""
 
     COLD = "cold"
     FETCHING = "fetching"
@@ -50,7 +50,10 @@ class DomainTrack:
     retry_at_s: float = 0.0
     failures: int = 0
     """Snapshots in a row that did not help."""
+    can_resume: bool = False
+    """The index has the domain's list as of `sequence`, so what was sent since is enough."""
     resyncs: int = 0
+    """Snapshots and replays that were applied."""
     gaps: int = 0
     buffer: deque[KvEventBatch] = field(default_factory=lambda: deque(maxlen=MAX_BUFFERED_BATCHES))
     retired: dict[Identity, None] = field(default_factory=dict)

@@ -15,6 +15,8 @@ HASH_BYTES = 16
 _ROOT_PERSON = b"tidemill.root.1"
 _SALT_PERSON = b"tidemill.salt.1"
 
+Hashes = bytes | Sequence[bytes]
+"""Block hashes, packed one after the other as on the wire, or singly."""
 TokenIds = npt.NDArray[np.uint32] | npt.NDArray[np.int64] | Sequence[int]
 
 
@@ -51,6 +53,27 @@ def split_hashes(packed: bytes) -> list[bytes]:
 def join_hashes(hashes: Iterable[bytes]) -> bytes:
     """The wire form of a list of hashes."""
     return b"".join(hashes)
+
+
+def pack(hashes: Hashes) -> bytes:
+    """Hashes one after the other; ValueError when their length is not a multiple of 16."""
+    packed = hashes if isinstance(hashes, bytes) else join_hashes(hashes)
+    if len(packed) % HASH_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte hashes")
+    return packed
+
+
+def common_blocks(left: bytes, right: bytes) -> int:
+    """Leading blocks that two packed chains share, by bisection: chains that agree at one depth agree above it."""
+    low, high = 0, min(len(left), len(right)) // HASH_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        here = slice((middle - 1) * HASH_BYTES, middle * HASH_BYTES)
+        if left[here] == right[here]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _digest(person: bytes, fields: Sequence[bytes]) -> bytes:

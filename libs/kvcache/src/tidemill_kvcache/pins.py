@@ -1,8 +1,8 @@
 """Blocks kept for a reader outside the scheduler: an offload, a peer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from tidemill_kvcache.prefix_tree import Node
 
@@ -30,6 +30,10 @@ class Pins:
     def num_blocks(self) -> int:
         """Blocks under pins, once for each pin."""
         return sum(len(pin.nodes) for pin in self._pins.values())
+
+    def references(self) -> Iterator[Node]:
+        """One node for each reference that all pins hold."""
+        return chain.from_iterable(pin.path_ends for pin in self._pins.values())
 
     def add(self, pin_id: int, nodes: Sequence[Node]) -> Pin:
         """A pin of nodes that the caller now references."""

@@ -4,24 +4,32 @@ A node's reference count is the number of its holders (sequences, pins) plus the
 referenced themselves. A holder therefore takes one reference, on its deepest node, and that keeps the whole path. A
 count that falls to zero puts the node at the young end of the eviction order and lets go of its parent, so deeper
 nodes come first among equals and a parent never leaves before its child.
+
+There is one such order for each priority, and the lowest that has nodes is evicted from. A node has the highest
+priority of the requests that used it; who used a child used its parent, so the parent's is no lower.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 
 from tidemill_kvcache.snapshots import SnapshotHolder
+
+LOWEST_PRIORITY, NORMAL_PRIORITY, HIGHEST_PRIORITY = -1, 0, 1
+"""Of cached blocks: those of background work leave first, those worth keeping last."""
 
 
 class Node(SnapshotHolder):
     """One cached block."""
 
-    __slots__ = ("block_id", "hash", "parent", "ref_count")
+    __slots__ = ("block_id", "hash", "parent", "priority", "ref_count")
 
     def __init__(self, block_hash: bytes, parent: "Node | None", block_id: int) -> None:
         super().__init__()
         self.hash = block_hash
         self.parent = parent
         self.block_id = block_id
+        self.priority = LOWEST_PRIORITY
         self.ref_count = 0
 
 
@@ -30,7 +38,9 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
-        self._evictable: OrderedDict[Node, None] = OrderedDict()
+        self._orders: dict[int, OrderedDict[Node, None]] = {
+            priority: OrderedDict() for priority in range(LOWEST_PRIORITY, HIGHEST_PRIORITY + 1)
+        }
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -42,15 +52,11 @@ class PrefixTree:
     @property
     def num_evictable(self) -> int:
         """Cached blocks that nobody references."""
-        return len(self._evictable)
+        return sum(map(len, self._orders.values()))
 
     def get(self, block_hash: bytes) -> Node | None:
         """The node of a hash."""
         return self._nodes.get(block_hash)
-
-    def contains(self, node: Node) -> bool:
-        """False for a node that `detach_all` took out while it was in use."""
-        return self._nodes.get(node.hash) is node
 
     def insert(self, block_hash: bytes, parent: Node | None, block_id: int) -> Node:
         """Adds a child of a referenced parent, referenced once by the caller."""
@@ -67,47 +73,75 @@ class PrefixTree:
             current.ref_count += 1
             if current.ref_count > 1:
                 return
-            self._evictable.pop(current, None)
+            self._orders[current.priority].pop(current, None)
+            current = current.parent
+
+    def raise_priority(self, node: Node, priority: int) -> None:
+        """A request of that priority uses a referenced node and so its path."""
+        current: Node | None = node
+        while current is not None and current.priority < priority:
+            current.priority = priority
             current = current.parent
 
     def release(self, node: Node) -> list[Node]:
-        """Gives a reference back; returns nodes that ended with it, having been detached before."""
-        ended = []
+        """Gives a reference back; returns nodes that ended with it, as `detach_all` took them out while in use."""
+        ended, nodes, orders = [], self._nodes, self._orders
         current: Node | None = node
         while current is not None:
             assert current.ref_count > 0, "a reference was given back twice"
             current.ref_count -= 1
             if current.ref_count > 0:
                 break
-            if self.contains(current):
-                self._evictable[current] = None
+            if nodes.get(current.hash) is current:
+                orders[current.priority][current] = None
             else:
                 ended.append(current)
             current = current.parent
         return ended
 
+    def num_ended_by(self, references: Iterable[Node], enough: int) -> int:
+        """Nodes that nobody would reference if these references were given back; counts to `enough` at most."""
+        left: dict[Node, int] = {}
+        ended = 0
+        for node in references:
+            current: Node | None = node
+            while current is not None and ended < enough:
+                left[current] = left.get(current, current.ref_count) - 1
+                if left[current] > 0:
+                    break
+                ended += 1
+                current = current.parent
+        return ended
+
     def evict(self) -> Node:
-        """Removes the oldest node that nobody references; it is a leaf."""
-        node, _ = self._evictable.popitem(last=False)
+        """Removes the oldest node of the lowest priority that nobody references; it is a leaf."""
+        order = next(order for order in self._orders.values() if order)
+        node, _ = order.popitem(last=False)
         del self._nodes[node.hash]
         return node
 
+    def coldest(self, count: int) -> list[bytes]:
+        """Hashes of the nodes that `evict` would remove next, in order."""
+        return [node.hash for node in islice(chain.from_iterable(self._orders.values()), count)]
+
     def detach_all(self) -> list[Node]:
         """Empties the tree; returns the nodes that nobody references. The others end by `release`."""
-        unused = list(self._evictable)
+        unused = list(chain.from_iterable(self._orders.values()))
         self._nodes.clear()
-        self._evictable.clear()
+        for order in self._orders.values():
+            order.clear()
         return unused
 
     def check_invariants(self) -> None:
         """Counts agree with the structure (O(n), for tests)."""
         active_children: dict[Node, int] = {}
-        order = {node: i for i, node in enumerate(self._evictable)}
+        order = {node: i for i, node in enumerate(chain.from_iterable(self._orders.values()))}
         for node in self:
             assert (node.ref_count == 0) == (node in order), "evictable means not referenced"
             if node.parent is None:
                 continue
-            assert self.contains(node.parent), "a parent left before its child"
+            assert self._nodes.get(node.parent.hash) is node.parent, "a parent left before its child"
+            assert node.parent.priority >= node.priority, "a parent is worth less than its child"
             if node.ref_count:
                 active_children[node.parent] = active_children.get(node.parent, 0) + 1
             if node.parent in order:

@@ -11,6 +11,8 @@ class StoredRun:
     parent: bytes
     hashes: list[bytes] = field(default_factory=list)
     has_snapshot: list[bool] = field(default_factory=list)
+    kv_format_id: int = 0
+    """Of blocks in L3 (see kv_format.format_id)."""
 
 
 @dataclass(slots=True)
@@ -18,6 +20,15 @@ class RemovedRun:
     """Blocks that left."""
 
     hashes: list[bytes] = field(default_factory=list)
+    kv_format_id: int = 0
+
+
+@dataclass(slots=True)
+class DroppedSnapshots:
+    """Snapshots that left; their blocks stay."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    kv_format_id: int = 0
 
 
 @dataclass(slots=True)
@@ -25,7 +36,7 @@ class Cleared:
     """All blocks left at once."""
 
 
-CacheEvent = StoredRun | RemovedRun | Cleared
+CacheEvent = StoredRun | RemovedRun | DroppedSnapshots | Cleared
 
 
 class EventLog:
@@ -34,22 +45,22 @@ class EventLog:
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
-    def stored(self, parent: bytes, block_hash: bytes, has_snapshot: bool) -> None:
+    def stored(self, parent: bytes, block_hash: bytes, has_snapshot: bool, kv_format_id: int = 0) -> None:
         """Appends a block, to the last run if that ends at its parent."""
         last = self._events[-1] if self._events else None
-        if not (isinstance(last, StoredRun) and last.hashes[-1] == parent):
-            last = StoredRun(parent)
+        if not (isinstance(last, StoredRun) and last.hashes[-1] == parent and last.kv_format_id == kv_format_id):
+            last = StoredRun(parent, kv_format_id=kv_format_id)
             self._events.append(last)
         last.hashes.append(block_hash)
         last.has_snapshot.append(has_snapshot)
 
-    def removed(self, block_hash: bytes) -> None:
+    def removed(self, block_hash: bytes, kv_format_id: int = 0) -> None:
         """Appends a removal."""
-        last = self._events[-1] if self._events else None
-        if not isinstance(last, RemovedRun):
-            last = RemovedRun()
-            self._events.append(last)
-        last.hashes.append(block_hash)
+        self._append(RemovedRun, block_hash, kv_format_id)
+
+    def snapshot_dropped(self, block_hash: bytes, kv_format_id: int = 0) -> None:
+        """Appends that a block goes on without its snapshot."""
+        self._append(DroppedSnapshots, block_hash, kv_format_id)
 
     def cleared(self) -> None:
         """Whatever was logged before no longer matters."""
@@ -59,6 +70,13 @@ class EventLog:
         """Hands out the events and starts anew."""
         events, self._events = self._events, []
         return events
+
+    def _append(self, kind: type[RemovedRun | DroppedSnapshots], block_hash: bytes, kv_format_id: int) -> None:
+        last = self._events[-1] if self._events else None
+        if not (isinstance(last, kind) and last.kv_format_id == kv_format_id):
+            last = kind(kv_format_id=kv_format_id)
+            self._events.append(last)
+        last.hashes.append(block_hash)
 
 
 def chain_runs(blocks: Sequence[tuple[bytes, bytes, bool]]) -> list[StoredRun]:

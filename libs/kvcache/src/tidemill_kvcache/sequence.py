@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tidemill_kvcache.prefix_tree import Node
+from tidemill_kvcache.prefix_tree import NORMAL_PRIORITY, Node
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,7 @@ class CachedSequence:
     pending_snapshots: dict[int, int] = field(default_factory=dict)
     """Snapshot ids to attach when that many blocks are committed."""
     held_snapshot: Node | None = None
+    priority: int = NORMAL_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)

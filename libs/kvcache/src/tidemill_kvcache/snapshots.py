@@ -1,6 +1,7 @@
 """Snapshots of per-sequence KV state, attached to the tree node at whose end they were taken."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 
 class SnapshotHolder:
@@ -16,8 +17,10 @@ class SnapshotHolder:
 class SnapshotPool:
     """Snapshot ids 0..num_snapshots-1; those attached and not referenced leave in order of their last use."""
 
-    def __init__(self, num_snapshots: int) -> None:
+    def __init__(self, num_snapshots: int, evicted: Callable[[SnapshotHolder], None] = lambda holder: None) -> None:
+        """`evicted` is told of each holder that goes on without its snapshot."""
         self.num_snapshots = num_snapshots
+        self._evicted = evicted
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._evictable: OrderedDict[SnapshotHolder, None] = OrderedDict()
 
@@ -34,7 +37,9 @@ class SnapshotPool:
     def allocate(self) -> int | None:
         """An id to fill, taken from the least recently used snapshot if need be; None when all are in use."""
         if not self._free and self._evictable:
-            self.drop(next(iter(self._evictable)))
+            holder = next(iter(self._evictable))
+            self.drop(holder)
+            self._evicted(holder)
         return self._free.pop() if self._free else None
 
     def free(self, snapshot_id: int) -> None:

@@ -61,11 +61,11 @@ def show(text: str) -> None:
     sys.stdout.flush()
 
 
-async def ask_grpc(endpoint: str, model: str, question: str, max_tokens: int) -> Answer:
+async def ask_grpc(endpoint: str, model: str, question: str, max_tokens: int, *, api_key: str | None = None) -> Answer:
     """Asks through the embedder's client; prints the text as it streams."""
     answer = Answer()
     messages = [{"role": "user", "content": question}]
-    async with Client(endpoint) as client:
+    async with Client(endpoint, api_key) as client:
         stream = client.generate(
             model=model, messages=messages, max_tokens=max_tokens, temperature=0.0, include_placement=True
         )
@@ -89,7 +89,7 @@ def take_grpc(answer: Answer, response: inference_pb2.GenerateResponse) -> None:
         answer.decode_instance = response.placement.decode_instance or answer.decode_instance
 
 
-def ask_http(endpoint: str, model: str, question: str, max_tokens: int) -> Answer:
+def ask_http(endpoint: str, model: str, question: str, max_tokens: int, *, api_key: str | None = None) -> Answer:
     """Asks /v1/chat/completions as a stream with nothing but the standard library; prints the text as it comes."""
     answer = Answer()
     body = {
@@ -103,6 +103,7 @@ def ask_http(endpoint: str, model: str, question: str, max_tokens: int) -> Answe
     connection = http.client.HTTPConnection(endpoint, timeout=TIMEOUT_S)
     try:
         headers = {"content-type": "application/json", "x-tidemill-placement": "1"}
+        headers |= {"authorization": f"Bearer {api_key}"} if api_key else {}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:

@@ -12,8 +12,10 @@ from tidemill_local.home import Home, write_atomically
 from tidemill_local.ports import is_listening
 from tidemill_local.processes import ProcessRecord
 from tidemill_local.spec import SERVICES, WORKERS, Addresses, ClusterSpec, service_argv, worker_templates
+from tidemill_mesh import owned_folders
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+"""Of one process, which is named at once if it ends: a slow machine takes minutes to import what a rank needs."""
 STOP_GRACE_S = 15.0
 SERVERS = ("etcd", "nats")
 
@@ -40,13 +42,14 @@ class LocalCluster:
         """
         self.home.prepare()
         self._check_against_running()
-        started: list[ProcessRecord] = []
+        before, started = self.running(), list[ProcessRecord]()
         try:
             addresses = self._start_servers(started)
             self._start_services(addresses, started)
             self._wait_usable()
         except BaseException:
-            self._stop(started, grace_s=1.0)
+            # By pid files: an interrupt may come between a start and its entry in the list.
+            self._stop([record for record in self.running() if record not in before], grace_s=1.0)
             raise
         return bool(started)
 
@@ -56,6 +59,8 @@ class LocalCluster:
             if running is not None and running != self.spec:
                 raise ClusterError("a cluster with other settings runs already: stop it first (tidemill down)")
             return
+        if self.spec.grpc_port and self.spec.grpc_port == self.spec.http_port:
+            raise ClusterError(f"gRPC and HTTP cannot share port {self.spec.grpc_port}: name two")
         for name, port in (("gRPC", self.spec.grpc_port), ("HTTP", self.spec.http_port)):
             if port and is_listening(self.spec.host, port):
                 raise ClusterError(f"port {port} ({name}) is taken by another program: name a free one")
@@ -67,6 +72,10 @@ class LocalCluster:
 
     def _start_servers(self, started: list[ProcessRecord]) -> Addresses:
         host = self.spec.host
+        for name in SERVERS:
+            # What still runs knows them by their addresses.
+            if self.services_running() and not self.is_running(name) and processes.read(self.home.run, name):
+                started.append(self.restart(name))
         if not self.is_running("etcd"):
             etcd = servers.find_etcd()
             if etcd.development_only:
@@ -95,24 +104,25 @@ class LocalCluster:
             if not self.is_running(instance):
                 argv = service_argv(self.spec, self.home, addresses, service, instance)
                 started.append(servers.launch(instance, argv, self.home))
-        for _, instance in batch:
-            record = self.record(instance)
-            health.wait_for(record, "healthy", partial(health.service_ok, self.home, record), self._timeout_s)
+        records = [self.record(instance) for _, instance in batch]
+        for record in records:
+            # A wrong setting of one is told at once, not when the slow ones before it are up.
+            ready = partial(health.service_ok, self.home, record)
+            health.wait_for(record, "healthy", ready, self._timeout_s, beside=records)
             if record in started:
-                self._say(f"{instance} is healthy (process {record.pid})")
+                self._say(f"{record.name} is healthy (process {record.pid})")
 
     def _wait_usable(self) -> None:
-        """Routers see all workers, gateways list the model as ready."""
+        """Routers see all workers, gateways are ready."""
         workers = {instance for service, instance in self.spec.instances() if service in WORKERS}
-        model = self.spec.served_name
         for service, instance in self.spec.instances():
-            endpoint = self.endpoint(instance)
             if service == "router":
-                seen = partial(health.router_sees, endpoint, workers)
-                health.wait_for(self.record(instance), "aware of all workers", seen, self._timeout_s)
+                health.wait_for_router(self.record(instance), self.endpoint(instance), workers, self._timeout_s)
             if service == "gateway" and self.spec.prefill + self.spec.decode:
-                ready = partial(health.model_ready, endpoint, model)
-                health.wait_for(self.record(instance), f"ready to serve {model}", ready, self._timeout_s)
+                ready = partial(health.gateway_ready, self.http_endpoint(instance))
+                health.wait_for(
+                    self.record(instance), f"ready to serve {self.spec.served_name}", ready, self._timeout_s
+                )
 
     # -- what runs -----------------------------------------------------------------------------------------------
 
@@ -178,6 +188,7 @@ class LocalCluster:
         for record in processes.read_all(self.home.run):
             processes.forget(record, self.home.run)
         self.home.state_file.unlink(missing_ok=True)
+        owned_folders.sweep()
         return [record.name for record in records]
 
     def _stop(self, records: Iterable[ProcessRecord], grace_s: float) -> None:
@@ -206,7 +217,7 @@ def load_spec(home: Home) -> ClusterSpec | None:
     """What the home's cluster was started as; None if there is none."""
     try:
         return ClusterSpec(**json.loads(home.state_file.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,9 @@ async def look(addresses: Addresses, *, mesh: str = "default") -> MeshView:
     try:
         async with asyncio.timeout(VIEW_TIMEOUT_S):
             await view.synced.wait()
+    except TimeoutError:
+        raise TimeoutError(f"etcd at {addresses.etcd} does not answer within {VIEW_TIMEOUT_S:.0f} s") from None
+    else:
         records = dict(view.records)
     finally:
         await view.close()
@@ -97,21 +101,47 @@ async def ask_member(record: MembershipRecord) -> Member:
 
 @dataclass(frozen=True)
 class GatewayStatus:
-    """A gateway has no status call of its own in the mesh; it tells its holds by HTTP, to this machine only."""
+    """A gateway has no status call of its own in the mesh; it tells its holds by HTTP."""
 
     holds: Mapping[str, int]
+    degraded: tuple[str, ...] = ()
+    """Steps of degraded service that are on, as its metrics tell."""
 
 
 def gateway_status(endpoint: str) -> GatewayStatus:
-    """What a gateway holds; none known where it does not tell."""
+    """What a gateway holds: its own list, which it shows to its machine only, else what its metrics tell.
+
+    Raises ValueError where it shows neither: nothing is known of its holds then, which is not the same as none.
+    """
     connection = http.client.HTTPConnection(endpoint, timeout=RPC_TIMEOUT_S)
     try:
-        connection.request("GET", "/debug/holds")
-        response = connection.getresponse()
-        body = response.read()
-        return GatewayStatus(json.loads(body) if response.status == 200 else {})
+        told = get(connection, "/debug/holds")
+        exposition = get(connection, "/metrics") or ""
     finally:
         connection.close()
+    holds = json.loads(told) if told is not None else held_of(exposition)
+    if not holds:
+        raise ValueError("it does not tell its holds from here")
+    return GatewayStatus(holds, degraded_steps(exposition))
+
+
+def get(connection: http.client.HTTPConnection, path: str) -> str | None:
+    """The body of a page, None where there is none for us."""
+    connection.request("GET", path)
+    response = connection.getresponse()
+    body = response.read().decode()
+    return body if response.status == http.client.OK else None
+
+
+def held_of(exposition: str) -> dict[str, int]:
+    """Of a gateway's metrics, what it holds by kind."""
+    found = re.findall(r"^tidemill_gateway_held_(\w+) (\S+)$", exposition, re.MULTILINE)
+    return {kind: int(float(count)) for kind, count in found}
+
+
+def degraded_steps(exposition: str) -> tuple[str, ...]:
+    """Of a gateway's metrics, the steps of degraded service that are on."""
+    return tuple(re.findall(r'^tidemill_gateway_degraded\{step="(\w+)"\} [1-9]', exposition, re.MULTILINE))
 
 
 async def status_of(role: "Role.ValueType", channel: grpc.aio.Channel) -> Any:

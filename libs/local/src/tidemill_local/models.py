@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tidemill_local.home import Home
+from tidemill_local.model_folders import FolderSummary, read_summaries
 
 SMOLLM2 = "smollm2"
 
@@ -24,9 +25,16 @@ def ensure_smollm2(home: Home, say: Callable[[str], None] = print) -> Path:
     return folder
 
 
-def run_loader(module: str, *args: str) -> None:
-    """Runs one of the engine's checkpoint makers in a process of its own."""
+def outline(folders: Sequence[Path]) -> list[FolderSummary]:
+    """What model folders hold, told by a process that may import torch."""
+    return read_summaries(run_loader("outline", *map(str, folders)))
+
+
+def run_loader(module: str, *args: str) -> str:
+    """Runs one of the engine's checkpoint makers or readers in a process of its own; returns what it printed."""
     argv = [sys.executable, "-m", f"tidemill_engine.loading.{module}", *args]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ModelFailed(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        said = f"{done.stdout}{done.stderr}"[-2000:]
+        raise ModelFailed(f"{' '.join(argv)} ended with {done.returncode}:\n{said}")
+    return done.stdout

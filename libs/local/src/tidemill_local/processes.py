@@ -30,6 +30,8 @@ class ProcessRecord:
     argv: tuple[str, ...]
     log: str
     started_unix_s: float
+    log_start_bytes: int = 0
+    """Where in its log this process begins; what is before are earlier ones of its name."""
 
 
 def start(
@@ -42,6 +44,7 @@ def start(
     run_dir.mkdir(parents=True, exist_ok=True)
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / f"{name}.log"
+    log_start_bytes = log.stat().st_size if log.exists() else 0
     # posix_spawn runs no fork handlers, so a starter with gRPC threads is safe.
     pid = os.posix_spawnp(
         argv[0],
@@ -56,7 +59,7 @@ def start(
     )
     found = stat(pid)
     ticks = found.start_ticks if found else 0
-    record = ProcessRecord(name, pid, ticks, boot_id(), tuple(argv), str(log), time.time())
+    record = ProcessRecord(name, pid, ticks, boot_id(), tuple(argv), str(log), time.time(), log_start_bytes)
     write_atomically(run_dir / f"{name}{PID_SUFFIX}", json.dumps(asdict(record), indent=1) + "\n")
     return record
 
@@ -86,6 +89,11 @@ def alive(record: ProcessRecord) -> bool:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(record.pid, os.WNOHANG)
     return not found.dead
+
+
+def age_s(record: ProcessRecord) -> float:
+    """Seconds since the process was started; by the time since boot, which no change of the clock moves."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - record.start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def send(record: ProcessRecord, signum: int) -> bool:
@@ -153,7 +161,9 @@ def stat(pid: int) -> Stat | None:
         return None
     # The command's name, in parentheses, may hold spaces and parentheses itself.
     fields = text.rpartition(")")[2].split()
-    return Stat(dead=fields[0] in "ZX", parent=int(fields[1]), start_ticks=int(fields[19]))
+    # A first thread ends before the others do; while one of them is left, so are the process's files and ports.
+    dead = fields[0] in "ZX" and int(fields[17]) <= 1
+    return Stat(dead=dead, parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
 def boot_id() -> str:
@@ -162,11 +172,11 @@ def boot_id() -> str:
 
 
 def log_tail(record: ProcessRecord, lines: int = 20) -> str:
-    """The last lines of the process's log."""
+    """The last lines that the process has logged."""
     try:
         with open(record.log, "rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 64 * 1024))
+            file.seek(max(record.log_start_bytes, file.tell() - 64 * 1024))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except FileNotFoundError:
         return ""

@@ -1,6 +1,5 @@
 """What a cluster consists of, and the command line of each of its services. Pure: nothing is started here."""
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,9 @@ from tidemill_local.home import Home
 
 SERVICES = ("router", "kvstore", "prefill", "decode", "gateway", "autoscaler")
 WORKERS = ("prefill", "decode")
+
+# Of each worker's rank; taken from the system as it fills.
+L2_MEMORY_BYTES = 512 << 20
 
 Setting = str | int | float | bool
 
@@ -92,6 +94,7 @@ def service_settings(spec: ClusterSpec, home: Home, service: str, instance: str)
                 "model_name": spec.served_name,
                 "aliases": spec.aliases,
                 "cache_secret": secret,
+                "l2_memory_bytes": L2_MEMORY_BYTES,
             }
         case "kvstore":
             return {"data_dir": str(home.data / instance)}
@@ -104,11 +107,6 @@ def service_settings(spec: ClusterSpec, home: Home, service: str, instance: str)
             files = {"templates": home.templates_file, "log_dir": home.logs, "bounds_file": home.bounds_file}
             return {**bounds, **{name: str(path) for name, path in files.items()}, "model": spec.served_name}
     return {}
-
-
-def worker_threads(spec: ClusterSpec) -> int:
-    """Cores for each worker: threads of several workers that wait for each other on one core make all of them crawl."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, spec.prefill + spec.decode))
 
 
 def flags(settings: Mapping[str, Setting]) -> list[str]:

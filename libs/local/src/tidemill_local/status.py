@@ -54,7 +54,7 @@ def worker_figures(loads: Sequence[LoadReport]) -> tuple[str, str, str, str]:
     used, cached = total(loads, "total_blocks") - total(loads, "available_blocks"), total(loads, "cached_blocks")
     prompt, hits = total(loads, "prompt_tokens_total"), total(loads, "cached_tokens_total")
     return (
-        f"{max(load.slo_load for load in loads):.2f}",
+        f"{max(load.ttft_slo_load for load in loads):.2f}/{max(load.tpot_slo_load for load in loads):.2f}",
         f"{running}+{waiting}",
         f"{used}/{cached}/{total(loads, 'total_blocks')}",
         f"{hits / prompt:.0%}" if prompt else "-",
@@ -67,10 +67,35 @@ def total(loads: Iterable[LoadReport], name: str) -> int:
 
 
 def state(member: Member) -> str:
-    """In one word, or why there is no answer."""
+    """In one word, or why there is no answer; and which steps of degraded service are on."""
     if member.problem:
         return member.problem
-    return "draining" if member.record.draining else "ok"
+    word = "draining" if member.record.draining else "ok"
+    if steps := degraded(member):
+        word += f", degraded: {', '.join(steps)}"
+    if sources := quarantined(member):
+        word += f", takes nothing from: {', '.join(sources)}"
+    return word
+
+
+def quarantined(member: Member) -> list[str]:
+    """Instances whose bytes arrive damaged at a worker."""
+    if member.record.role not in (Role.ROLE_PREFILL, Role.ROLE_DECODE) or member.status is None:
+        return []
+    return sorted({source for load in member.status.loads for source in load.quarantined})
+
+
+def degraded(member: Member) -> list[str]:
+    """Steps of degraded service that are on at an instance."""
+    match member.record.role:
+        case Role.ROLE_PREFILL | Role.ROLE_DECODE if member.status is not None:
+            return sorted({step for load in member.status.loads for step in load.degraded})
+        case Role.ROLE_ROUTER if member.status is not None:
+            found = member.status.counters.items()
+            return sorted(name.removeprefix("degraded_") for name, on in found if name.startswith("degraded_") and on)
+        case Role.ROLE_GATEWAY if member.status is not None:
+            return list(member.status.degraded)
+    return []
 
 
 def autoscaler_lines(member: Member) -> list[str]:
@@ -95,4 +120,4 @@ def mebibytes(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 20):.0f} MiB"
 
 
-LEGEND = "REQUESTS: running+waiting; BLOCKS: in use/cached/all; SLO LOAD: 1 = at the target."
+LEGEND = "REQUESTS: running+waiting; BLOCKS: in use/cached/all; SLO LOAD: of first/further tokens, 1 = at the target."

@@ -80,7 +80,7 @@ class Bus:
     async def connect(cls, settings: ServiceSettings, name: str, metrics: Metrics) -> "Bus":
         """A bus that keeps trying to connect; returns at the latest after a second, connected or not."""
         bus = cls(settings, name, metrics)
-        if not await wait_up_to(bus._first_connection.wait(), 1.0):
+        if not await wait_up_to(bus._first_connection, 1.0):
             log.warning("NATS is not reachable yet; going on without it", servers=_public(settings.nats))
         return bus
 
@@ -133,15 +133,17 @@ class Bus:
         if self.connected:
             self._empty.clear()
             self._wake.set()
-            await wait_up_to(self._empty.wait(), 1.0)
+            await wait_up_to(self._empty, 1.0)
+        # nats-py swallows a cancellation that comes together with what it waits for: the task looks, too.
         self._closed = True
+        self._wake.set()
         await end(self._task)
         self._dropped.labels(reason="closed").inc(len(self._buffer))
         self._buffer.clear()
         self._subscriptions.clear()
 
     async def _run(self) -> None:
-        while True:
+        while not self._closed:
             client = Client()
             try:
                 await self._open(client)
@@ -210,13 +212,13 @@ class Bus:
 
     async def _send_until_closed(self, client: Client) -> None:
         interval_s = self._settings.liveness_s / 3
-        while client.is_connected:
+        while client.is_connected and not self._closed:
             self._wake.clear()
-            while self._buffer and client.is_connected:
+            while self._buffer and client.is_connected and not self._closed:
                 async with asyncio.timeout(self._settings.liveness_s):
                     await self._send(client, *self._take())
             self._empty.set()
-            await wait_up_to(self._wake.wait(), interval_s)
+            await wait_up_to(self._wake, interval_s)
 
     async def _send(self, client: Client, subject: str, payload: bytes) -> None:
         try:
@@ -242,6 +244,11 @@ class Bus:
                 await client.close()
         except CONNECTION_ERRORS as error:
             log.debug("NATS connection did not close cleanly", error=str(error))
+        finally:
+            # It has given up on a server that does not read, or is closed by a task of its own: nothing stays open.
+            writer = getattr(client._transport, "_bare_io_writer", None)
+            if writer is not None:
+                writer.transport.abort()
 
     async def _on_closed(self) -> None:
         self._wake.set()

@@ -1,11 +1,14 @@
 """Channels to other services: one factory, with limits and keepalive that both sides share."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import structlog
 
 from tidemill_mesh.config import ServiceSettings
+from tidemill_mesh.streams.client import ClientStream, open_stream
 from tidemill_mesh.tasks import end, spawn
 
 # Larger than any prompt of a million token ids and than the chunks of a snapshot; bulk bytes never travel by gRPC.
@@ -16,19 +19,24 @@ FORGET_GRACE_S = 600.0
 
 ChannelOptions = list[tuple[str, int | str]]
 
+log = structlog.get_logger()
+
 
 def transport_options(liveness_s: float) -> ChannelOptions:
-    """Options of both ends of a connection: a frozen peer is noticed within about liveness_s.
+    """Options of both ends of a connection: a frozen peer is noticed within about 2 x liveness_s.
+
+    Not sooner: a machine that stands still for a moment must not cut all connections of its services at once. Streams
+    between gateways and workers have pings of their own, which are judged by time in which the judge itself ran.
 
     Without grpc.http2.ping_timeout_ms gRPC waits 60 s for the answer to a keepalive ping, whatever
     grpc.keepalive_timeout_ms says. A server that counts ping strikes would end quiet connections with
     too_many_pings, so neither side counts them.
     """
-    half_ms = max(100, round(liveness_s * 500))
+    silence_ms = max(100, round(liveness_s * 1000))
     return [
-        ("grpc.keepalive_time_ms", half_ms),
-        ("grpc.keepalive_timeout_ms", half_ms),
-        ("grpc.http2.ping_timeout_ms", half_ms),
+        ("grpc.keepalive_time_ms", silence_ms),
+        ("grpc.keepalive_timeout_ms", silence_ms),
+        ("grpc.http2.ping_timeout_ms", silence_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
@@ -80,6 +88,27 @@ class Channels:
         if channel is None:
             channel = self._channels[endpoint] = connect(endpoint, self._settings)
         return channel
+
+    async def open_stream(self, method: str, endpoints: Sequence[str]) -> ClientStream:
+        """A call of "package.Service/Method" on a connection of its own, to the first endpoint that can be reached.
+
+        AioRpcError (UNAVAILABLE) when none can within liveness_s.
+        """
+        known = [endpoint for endpoint in endpoints if endpoint]
+        for i, endpoint in enumerate(known):
+            try:
+                return await open_stream(
+                    endpoint,
+                    method,
+                    self._settings,
+                    timeout_s=self._settings.liveness_s / len(known),
+                    max_message_bytes=MAX_MESSAGE_BYTES,
+                )
+            except grpc.aio.AioRpcError as error:
+                if i + 1 == len(known):
+                    raise
+                log.warning("a stream goes to another port of its peer", wanted=endpoint, reason=error.details())
+        raise AssertionError("a peer has at least one endpoint")
 
     def forget(self, endpoint: str) -> None:
         """Drops the channel to an endpoint; calls still running on it may end by themselves first."""

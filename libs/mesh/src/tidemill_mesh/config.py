@@ -47,6 +47,8 @@ class ServiceSettings:
     """Host name or address at which peers reach this process; empty: host, or the machine's name for a wildcard."""
     port: int = setting(0, minimum=0, maximum=65535)
     """gRPC port; 0: any free one."""
+    stream_port: int = setting(0, minimum=0, maximum=65535)
+    """Port of the long-lived gRPC streams that a router or worker offers gateways; 0: any free one."""
     http_port: int = setting(0, minimum=0, maximum=65535)
     """Port of /metrics, /health and /ready; 0: any free one."""
     etcd: str = "127.0.0.1:2379"

@@ -70,6 +70,10 @@ class MeshError(Exception):
         )
 
 
+class StartError(Exception):
+    """A service cannot start as it is told to; the message says why, and is all that its operator needs."""
+
+
 def _cut(text: str, max_bytes: int) -> str:
     encoded = text.encode("utf-8", "replace")
     return text if len(encoded) <= max_bytes else encoded[: max_bytes - 3].decode("utf-8", "ignore") + "..."

@@ -6,6 +6,7 @@ Nothing but three fixed paths is served: a web framework would be more code to k
 
 import asyncio
 import concurrent.futures
+import contextlib
 import socket
 import socketserver
 import threading
@@ -17,6 +18,9 @@ import structlog
 from tidemill_mesh.metrics import CONTENT_TYPE
 
 SOCKET_TIMEOUT_S = 5.0
+IDLE_S = 30.0
+"""Between two looks of an idle thread whether it is to end: each look costs an idle process a wake-up."""
+POKE_S = 0.05
 
 log = structlog.get_logger()
 
@@ -78,16 +82,28 @@ class StatusServer:
 
         self._server = Server((host.strip("[]"), port), Handler)
         self.port = int(self._server.server_address[1])
+        self._host = "::1" if Server.address_family == socket.AF_INET6 else "127.0.0.1"
+        if host.strip("[]") not in ("", "0.0.0.0", "::"):
+            self._host = host.strip("[]")
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="http", daemon=True
+            target=self._server.serve_forever, kwargs={"poll_interval": IDLE_S}, name="http", daemon=True
         )
         self._thread.start()
 
     async def close(self) -> None:
         """Stops serving."""
-        await asyncio.to_thread(self._server.shutdown)
+        await asyncio.to_thread(self._end)
         self._server.server_close()
-        self._thread.join()
+
+    def _end(self) -> None:
+        # The thread looks for the end only when it wakes.
+        ending = threading.Thread(target=self._server.shutdown, name="end http")
+        ending.start()
+        while self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                socket.create_connection((self._host, self.port), timeout=POKE_S).close()
+            self._thread.join(POKE_S)
+        ending.join()
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Answer], deadline_s: float) -> Answer:

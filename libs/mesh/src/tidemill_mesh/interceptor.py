@@ -8,9 +8,12 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from tidemill.v1 import errors_pb2
+from tidemill_mesh import request_ids
 from tidemill_mesh.errors import GRPC_STATUS, STATUS_DETAILS_KEY, MeshError, from_rpc_error, to_status
+from tidemill_mesh.wire_text import bad_text_field
 
 Context = grpc.aio.ServicerContext[Any, Any]
 # What a caller does wrong is no news for the operator of the service.
@@ -48,18 +51,58 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         name += "stream" if handler.response_streaming else "unary"
         make = getattr(grpc, f"{name}_rpc_method_handler")
         wrapped = _wrap(method, getattr(handler, name))
+        deserializer = handler.request_deserializer
+        if deserializer is not None and not handler.request_streaming:
+            deserializer = _lenient(deserializer)
         return make(  # type: ignore[no-any-return]
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+class _Unreadable:
+    """Stands for a request that cannot be parsed, so that its caller is told why."""
+
+    def __init__(self, error: MeshError) -> None:
+        self.error = error
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What gRPC would answer with INTERNAL and no word of the field becomes an error of the request."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return parse_request(deserialize, data)
+        except MeshError as error:
+            return _Unreadable(error)
+
+    return parse
+
+
+def parse_request(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message; INVALID_ARGUMENT naming the field for bytes that are none."""
+    try:
+        return deserialize(data)
+    except DecodeError as error:
+        message_type = getattr(deserialize, "__self__", None)
+        field = bad_text_field(data, message_type.DESCRIPTOR) if message_type is not None else ""
+        text = f"{field}: is not UTF-8 text" if field else "the request is no message of its type"
+        raise MeshError(errors_pb2.ERROR_CODE_INVALID_ARGUMENT, text, field=field) from error
+
+
+def _check_readable(request: Any) -> None:
+    if isinstance(request, _Unreadable):
+        raise request.error
 
 
 def _wrap(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
     if not inspect.isasyncgenfunction(behaviour):
 
         async def call(request: Any, context: Context) -> Any:
+            request_ids.take(context.invocation_metadata() or ())
             try:
+                _check_readable(request)
                 return await behaviour(request, context)
             except (Exception, asyncio.CancelledError) as error:
                 await _abort(method, context, error)
@@ -67,14 +110,18 @@ def _wrap(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         return call
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-        responses = behaviour(request, context)
+        responses = None
+        request_ids.take(context.invocation_metadata() or ())
         try:
+            _check_readable(request)
+            responses = behaviour(request, context)
             async for response in responses:
                 yield response
         except (Exception, asyncio.CancelledError) as error:
             await _abort(method, context, error)
         finally:
-            await responses.aclose()
+            if responses is not None:
+                await responses.aclose()
 
     return stream
 
@@ -86,13 +133,14 @@ async def _abort(method: str, context: Context, error: BaseException) -> NoRetur
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         # The call itself was cancelled: there is nobody left to answer.
         raise error
-    failure = _to_mesh_error(method, error)
+    failure = mesh_error_of(method, error)
     status = to_status(failure)
     trailers = (*(context.trailing_metadata() or ()), (STATUS_DETAILS_KEY, status.SerializeToString()))
     await context.abort(GRPC_STATUS[failure.code], status.message, trailing_metadata=trailers)
 
 
-def _to_mesh_error(method: str, error: BaseException) -> MeshError:
+def mesh_error_of(method: str, error: BaseException) -> MeshError:
+    """What a caller is told of a fault in a handler; the log gets what is news for the operator."""
     if isinstance(error, MeshError):
         if error.code not in QUIET_CODES:
             log.warning("call failed", method=method, error=str(error), field=error.field)

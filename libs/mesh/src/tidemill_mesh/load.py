@@ -38,6 +38,11 @@ def kv_subject(mesh: str, instance: str = "*") -> str:
     return f"tidemill.{mesh}.kv.{instance}"
 
 
+def busy(report: events_pb2.LoadReport) -> bool:
+    """True if the domain has any request."""
+    return bool(report.waiting_requests or report.running_requests or report.held_requests)
+
+
 class LoadView:
     """samples: latest report by (instance, domain); reports of older incarnations, epochs or sequences are refused."""
 

@@ -6,12 +6,18 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
+
+from tidemill_mesh.plain_log import PlainRenderer
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def configure(format: str, level: str, service: str, instance: str) -> None:
-    """Sets up this process's logging; every line carries service and instance."""
+    """Sets up this process's logging; every line carries service and instance.
+
+    Tracebacks show no frame's locals, in any form: among them are prompts and API keys.
+    """
 
     def add_identity(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         event.setdefault("service", service)
@@ -25,13 +31,17 @@ def configure(format: str, level: str, service: str, instance: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if format == "json":
-        processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        tracebacks = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
+        processors += [tracebacks, structlog.processors.JSONRenderer()]
+    elif sys.stderr.isatty():
+        processors += [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     else:
-        processors += [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        processors += [PlainRenderer()]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # A line and its end in one write: a worker's ranks write to the same file.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
     _bridge_stdlib(LEVELS[level])

@@ -3,40 +3,40 @@
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tidemill_mesh.channels import ChannelOptions, transport_options
+from tidemill_mesh.channels import MAX_MESSAGE_BYTES, ChannelOptions, transport_options
 from tidemill_mesh.config import ServiceSettings
+from tidemill_mesh.errors import StartError
+from tidemill_mesh.health_servicer import HealthServicer
 from tidemill_mesh.interceptor import Context, ErrorInterceptor
-from tidemill_mesh.tasks import end, spawn
-
-OVERALL = ""
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-log = structlog.get_logger()
+from tidemill_mesh.streams.server import Handler, StreamServer, serve_streams
+from tidemill_mesh.streams.tls import server_tls
 
 
-class BindError(Exception):
+class BindError(StartError):
     """The address cannot, or must not, be listened on; the message names it."""
 
 
 @dataclass(frozen=True)
 class Servicer:
-    """One gRPC service: its generated add function, its implementation and its full name."""
+    """One gRPC service: its generated add function, its implementation and its full name.
+
+    `streams` are methods, "package.Service/Method", that a second port offers without gRPC's threads.
+    """
 
     add: Callable[[Any, grpc.aio.Server], None]
     servicer: Any
     full_name: str
+    streams: Mapping[str, Handler] = field(default_factory=dict)
 
 
 class GrpcServer:
@@ -45,42 +45,37 @@ class GrpcServer:
     def __init__(self, server: grpc.aio.Server, port: int, endpoint: str, names: Sequence[str]) -> None:
         self.port = port
         self.endpoint = endpoint
-        self.health = health.aio.HealthServicer()
+        self.stream_endpoint = ""
+        self.streams: StreamServer | None = None
+        self.health = HealthServicer(names)
         self._server = server
-        self._names = (OVERALL, *names)
-        self._serving = False
-        self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
         """Sets what health checks of the process and of each of its services answer."""
-        self._serving = serving
-        self._changed.set()
-
-    async def apply_health(self) -> None:
-        """Runs for the server's life and hands changes on to those who watch."""
-        while True:
-            self._changed.clear()
-            status = SERVING if self._serving else NOT_SERVING
-            for name in self._names:
-                await self.health.set(name, status)
-            await self._changed.wait()
+        self.health.set_serving(serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones go on for grace_s, ends the rest."""
-        await self.health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        self.health.end()
+        streams = [self.streams.stop(grace_s)] if self.streams is not None else []
+        await asyncio.gather(self._server.stop(grace_s), *streams)
 
 
 @asynccontextmanager
 async def serve_grpc(
-    settings: ServiceSettings, servicers: Sequence[Servicer], *, peer_silence_s: float = 0.0
+    settings: ServiceSettings,
+    servicers: Sequence[Servicer],
+    *,
+    peer_silence_s: float = 0.0,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[GrpcServer]:
-    """Serves until the block ends; health says NOT_SERVING until set_serving(True).
+    """Serves until the block ends; health says NOT_SERVING until set_serving(True). `interceptors` may raise MeshError.
 
-    A connection whose peer has been silent for peer_silence_s (0: liveness_s, as among services) is closed.
+    A connection whose peer has been silent for peer_silence_s (0: liveness_s, as among services) is pinged, and closed
+    when no answer comes for as long again.
     """
     options = server_options(peer_silence_s or settings.liveness_s)
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options)
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
     port = _bind(server, settings)
     names = [item.full_name for item in servicers]
     running = GrpcServer(server, port, f"{advertised_host(settings)}:{port}", names)
@@ -88,13 +83,35 @@ async def serve_grpc(
         item.add(item.servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(running.health, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    await server.start()
-    task = spawn(running.apply_health(), "grpc health")
+    methods = {name: handler for item in servicers for name, handler in item.streams.items()}
+    async with AsyncExitStack() as stack:
+        if methods:
+            running.streams = await stack.enter_async_context(_serve_streams(settings, methods))
+            running.stream_endpoint = f"{advertised_host(settings)}:{running.streams.port}"
+        await server.start()
+        try:
+            yield running
+        finally:
+            await running.stop(0.0)
+
+
+@asynccontextmanager
+async def _serve_streams(settings: ServiceSettings, methods: Mapping[str, Handler]) -> AsyncIterator[StreamServer]:
     try:
-        yield running
+        listener = await serve_streams(
+            settings.host,
+            settings.stream_port,
+            methods,
+            silence_s=settings.liveness_s,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            tls=server_tls(settings),
+        )
+    except OSError as error:
+        raise BindError(f"cannot listen on {settings.host}:{settings.stream_port}: {error}") from error
+    try:
+        yield listener
     finally:
-        await end(task)
-        await running.stop(0.0)
+        await listener.stop(0.0)
 
 
 def server_options(peer_silence_s: float) -> ChannelOptions:

@@ -21,6 +21,7 @@ from tidemill_mesh.channels import Channels
 from tidemill_mesh.config import ServiceSettings, public_settings
 from tidemill_mesh.config_sources import service_version
 from tidemill_mesh.drain import Drain
+from tidemill_mesh.errors import StartError
 from tidemill_mesh.http import StatusServer
 from tidemill_mesh.membership import InstanceView, Membership
 from tidemill_mesh.membership.registration import INSTANCE_ID
@@ -93,7 +94,7 @@ def run_service(service: str, settings: ServiceSettings, main: Main) -> int:
         check_bind(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(service, instance, settings, main))
-    except BindError as error:
+    except StartError as error:
         log.error("cannot start", error=str(error))
         return 1
     except Exception:

@@ -1,7 +1,7 @@
 """Tasks that outlive a call: none ends unseen, and each is ended by who started it."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import structlog
@@ -23,14 +23,15 @@ async def end(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait([task])
 
 
-async def wait_up_to(event: Awaitable[object], timeout_s: float) -> bool:
+async def wait_up_to(event: asyncio.Event, timeout_s: float) -> bool:
     """Waits for an event; False when the time is over first."""
     # Not asyncio.wait_for: in Python 3.11 it swallows a cancellation that comes together with the event.
     try:
         async with asyncio.timeout(timeout_s):
-            await event
+            await event.wait()
     except TimeoutError:
-        return False
+        # It may have come after the time was over and before this task ran: a caller that clears it would lose it.
+        return event.is_set()
     return True
 
 

@@ -35,6 +35,10 @@ class TransferAgent(Protocol):
         """`ucx://HOST:PORT/INCARNATION` or `tcp://...`, for peers."""
 
     @property
+    def takes_device_memory(self) -> bool:
+        """Buffers may lie on a CUDA device."""
+
+    @property
     def holds(self) -> dict[str, int]:
         """What is held now: links, sends, receives (all 0 after load but links), unclaimed messages."""
 

@@ -17,9 +17,10 @@ from tidemill_transfer.errors import TransferError
 from tidemill_transfer.frames import FrameReader, FrameType, FrameWriter, prepare_socket
 from tidemill_transfer.handshake import Fields, answer, greet
 
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 30.0
 MAX_HANDSHAKES = 512
 BACKLOG = 1024
+ACCEPT_AGAIN_S = 1.0
 
 T = TypeVar("T")
 
@@ -80,7 +81,9 @@ class Links:
         self._listener.setblocking(False)
         port = int(self._listener.getsockname()[1])
         self.address = AgentAddress(transport, advertise_host or _reachable(host), port, incarnation)
-        self._spawn(self._accept(), self._handshake_tasks)
+        self._loop = asyncio.get_running_loop()
+        self._resume: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._listener, self._accept)
 
     @property
     def count(self) -> int:
@@ -127,6 +130,9 @@ class Links:
     async def close(self) -> None:
         """Takes all links down and waits for their tasks."""
         self._closed = True
+        self._loop.remove_reader(self._listener)
+        if self._resume is not None:
+            self._resume.cancel()
         for task in self._handshake_tasks:
             task.cancel()
         if self._handshake_tasks:
@@ -163,15 +169,23 @@ class Links:
             raise
         return self._open(sock, peer, local, remote)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            sock, _ = await loop.sock_accept(self._listener)
-            if self._handshakes >= MAX_HANDSHAKES:
-                _log.warning("refused a transfer connection: %d handshakes are open", self._handshakes)
-                sock.close()
-                continue
-            self._spawn(self._answer(sock), self._handshake_tasks)
+    def _accept(self) -> None:
+        """Takes one connection; not awaited, so that closing loses none in between."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # out of descriptors or memory: what waits in the backlog keeps
+            _log.error("cannot take transfer connections: %s; tried again in %.0f s", error, ACCEPT_AGAIN_S)
+            self._loop.remove_reader(self._listener)
+            self._resume = self._loop.call_later(ACCEPT_AGAIN_S, self._loop.add_reader, self._listener, self._accept)
+            return
+        if self._handshakes >= MAX_HANDSHAKES:
+            _log.warning("refused a transfer connection: %d handshakes are open", self._handshakes)
+            sock.close()
+            return
+        task = self._spawn(self._answer(sock), self._handshake_tasks)
+        task.add_done_callback(lambda task: sock.close() if task.cancelled() else None)  # perhaps before its start
 
     async def _answer(self, sock: socket.socket) -> None:
         self._handshakes += 1

@@ -79,6 +79,10 @@ class TcpAgent:
         return str(self._links.address)
 
     @property
+    def takes_device_memory(self) -> bool:
+        return False
+
+    @property
     def holds(self) -> dict[str, int]:
         return {
             "links": self._links.count,

@@ -16,7 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,9 @@ _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "512k",
     "UCX_TCP_RX_SEG_SIZE": "512k",
     "UCX_RNDV_THRESH": str(_EAGER_BYTES),
+    # With blocking connects, UCX 1.19-1.22 aborts the process when a peer dies between a connect and its accept: the
+    # second connect is refused, and the endpoint is destroyed with its first message in its queue.
+    "UCX_TCP_CONN_NB": "y",
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "2",
@@ -52,7 +55,7 @@ try:
     from ucxx import libucxx
     from ucxx._lib.arr import Array
 except (ImportError, OSError) as error:
-    raise TransportUnavailable(f"ucx: {error}") from error
+    raise TransportUnavailable(f"ucx: {error} (transport=tcp needs none of it, and is slower)") from error
 
 _ANY = (libucxx.UCXXTag(0), libucxx.UCXXTagMask(0))
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
@@ -71,6 +74,17 @@ class _Message:
     probe: Any
 
 
+@dataclass
+class _Slot:
+    """Where the messages of one link arrive."""
+
+    key: int
+    link: Link | None = None
+    early: list[Any] = field(default_factory=list)
+    """Came before the handshake was over."""
+    over: bool = False
+
+
 class UcxAgent:
     """Implements TransferAgent; one UCX worker."""
 
@@ -78,7 +92,7 @@ class UcxAgent:
         options = {"NET_DEVICES": "lo"} if _is_loopback(host) and "UCX_NET_DEVICES" not in os.environ else {}
         self._context = libucxx.UCXContext(options)
         self._worker = libucxx.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)
-        self._slots: dict[int, tuple[int, Link | None, list[Any]]] = {}
+        self._slots: dict[int, _Slot] = {}
         self._endpoints: dict[Link, Any] = {}
         self.counters: Counter[str] = Counter()
         self._arrivals: Arrivals[_Message] = Arrivals(lambda message: self._drop(message.probe), self.counters)
@@ -90,6 +104,10 @@ class UcxAgent:
     @property
     def address(self) -> str:
         return str(self._links.address)
+
+    @property
+    def takes_device_memory(self) -> bool:
+        return "cuda" in os.environ["UCX_TLS"]
 
     @property
     def holds(self) -> dict[str, int]:
@@ -107,7 +125,9 @@ class UcxAgent:
 
         async def send_on(link: Link) -> None:
             wire_tag = (link.remote["slot"] << TAG_BITS) | (checked_tag(tag) ^ link.remote["key"])
-            request = self._endpoint(link).tag_send(array, libucxx.UCXXTag(wire_tag))
+            endpoint = self._endpoint(link)
+            with _as_peer_lost(link):
+                request = endpoint.tag_send(array, libucxx.UCXXTag(wire_tag))
             await self._finish(request, array, link, deadline, lambda: link.writer.post(FrameType.WITHDRAW, tag))
 
         with self._operation("send"):
@@ -125,8 +145,7 @@ class UcxAgent:
             if message.size_bytes != array.nbytes:
                 self._drop(message.probe)
                 raise TransferError("truncated", f"expected {array.nbytes} bytes, {message.size_bytes} came")
-            receiver = self._worker if message.link.lost.done() else self._endpoint(message.link)
-            request = receiver.tag_recv_with_handle(array, message.probe)
+            request = self._receive(message, array)
             await self._finish(request, array, message.link, deadline, lambda: None)
 
     async def close(self) -> None:
@@ -139,6 +158,15 @@ class UcxAgent:
         self._progress.run_turn()
         self._progress.close()
         del self._worker, self._context  # UCX lets go of its sockets only with its objects
+
+    def _receive(self, message: _Message, array: Any) -> Any:
+        try:
+            receiver = self._worker if message.link.lost.done() else self._endpoint(message.link)
+        except TransferError:
+            self._drop(message.probe)
+            raise
+        with _as_peer_lost(message.link):
+            return receiver.tag_recv_with_handle(array, message.probe)
 
     async def _finish(
         self, request: Any, buffer: Any, link: Link, deadline: Deadline, withdraw: Callable[[], None]
@@ -184,15 +212,15 @@ class UcxAgent:
     def _arrived(self, probe: Any) -> None:
         wire_tag = _tag_value(probe.sender_tag)
         slot = self._slots.get(wire_tag >> TAG_BITS)
-        if slot is None:
+        if slot is None or slot.over:
             self.counters["unknown_messages"] += 1
             self._drop(probe)
             return
-        key, link, early = slot
+        link = slot.link
         if link is None:
-            early.append(probe)
+            slot.early.append(probe)
             return
-        tag = (wire_tag & MAX_TAG) ^ key
+        tag = (wire_tag & MAX_TAG) ^ slot.key
         message = _Message(link, probe.length, probe)
         held_bytes = message.size_bytes if message.size_bytes <= _EAGER_BYTES else 0
         self._arrivals.arrived((link.peer.incarnation, tag), message, held_bytes)
@@ -209,7 +237,7 @@ class UcxAgent:
         while slot in self._slots:
             slot = secrets.randbits(_SLOT_BITS)
         key = secrets.randbits(TAG_BITS)
-        self._slots[slot] = (key, None, [])
+        self._slots[slot] = _Slot(key)
         return {"slot": slot, "key": key, "worker": self._worker.address.tobytes().hex()}
 
     def check_fields(self, remote: Fields) -> None:
@@ -220,19 +248,20 @@ class UcxAgent:
             raise TransferError("unavailable", "the peer's hello has no valid worker address")
 
     def end_fields(self, local: Fields) -> None:
-        _, _, early = self._slots.pop(local["slot"])
-        for probe in early:
+        for probe in self._slots.pop(local["slot"]).early:
             self._drop(probe)
 
     def link_opened(self, link: Link) -> None:
-        key, _, early = self._slots[link.local["slot"]]
-        self._slots[link.local["slot"]] = (key, link, [])
+        slot = self._slots[link.local["slot"]]
+        slot.link = link
+        early, slot.early = slot.early, []
         for probe in early:
             self._arrived(probe)
         self._progress.poke()
 
     def link_lost(self, link: Link, reason: str) -> None:
         self._progress.run_turn()  # takes what has come before the end
+        self._slots[link.local["slot"]].over = True
         endpoint = self._endpoints.pop(link, None)
         if endpoint is not None:
             endpoint.close_blocking(period=_ENDPOINT_CLOSE_NS, max_attempts=1)
@@ -251,8 +280,12 @@ class UcxAgent:
         if endpoint is None:
             if link.lost.done():
                 raise TransferError("peer_lost", f"{link.peer}: {link.lost.result()}")
-            worker_address = libucxx.UCXAddress.create_from_buffer(bytes.fromhex(link.remote["worker"]))
-            endpoint = libucxx.UCXEndpoint.create_from_worker_address(self._worker, worker_address, True)
+            try:
+                worker_address = libucxx.UCXAddress.create_from_buffer(bytes.fromhex(link.remote["worker"]))
+                endpoint = libucxx.UCXEndpoint.create_from_worker_address(self._worker, worker_address, True)
+            except libucxx.UCXError as error:
+                link.lose(str(error))
+                raise TransferError("peer_lost", f"{link.peer}: {error}") from error
             self._endpoints[link] = endpoint
         return endpoint
 
@@ -263,6 +296,14 @@ class UcxAgent:
             yield
         finally:
             self._operations[kind] -= 1
+
+
+@contextmanager
+def _as_peer_lost(link: Link) -> Iterator[None]:
+    try:
+        yield
+    except libucxx.UCXError as error:
+        raise TransferError("peer_lost", f"{link.peer}: {error}") from error
 
 
 def _is_loopback(host: str) -> bool:

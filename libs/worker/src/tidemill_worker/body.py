@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -14,14 +12,15 @@ from pathlib import Path
 import structlog
 
 from tidemill.mesh.v1 import membership_pb2
+from tidemill_mesh.errors import StartError
 from tidemill_mesh.membership import Registration
+from tidemill_mesh.owned_folders import owned_folder
 from tidemill_mesh.server import GrpcServer, Servicer, serve_grpc
 from tidemill_mesh.service import ServiceContext
 from tidemill_worker.counts import WorkerCounts
 from tidemill_worker.domain import Domain
 from tidemill_worker.drain import finish_running
 from tidemill_worker.kv_events import KvEvents
-from tidemill_worker.l3 import L3Tier
 from tidemill_worker.launch import RANK_MODULE, plan_ranks
 from tidemill_worker.load_reports import LoadReporter
 from tidemill_worker.model_card import Assets, make_card, make_ref
@@ -29,10 +28,13 @@ from tidemill_worker.model_files import ModelFiles, ModelFolderError, read_model
 from tidemill_worker.reaper import reap
 from tidemill_worker.reports import ReportHandler
 from tidemill_worker.restarts import RestartPolicy
+from tidemill_worker.roll_calls import RollCalls
 from tidemill_worker.servicers import RPCS, TransferServicer, WorkerServicer, servicers
 from tidemill_worker.settings import WorkerSettings
 from tidemill_worker.status import holds_of
 from tidemill_worker.tickets import TicketBook
+from tidemill_worker.tier_watch import TierAlarm
+from tidemill_worker.tiers import Tiers
 from tidemill_worker.transfers import RankTransfers
 from tidemill_worker.worker import Worker
 
@@ -49,26 +51,36 @@ async def run_worker(
     assert isinstance(context.settings, WorkerSettings), "a worker has worker settings"
     if not context.settings.model:
         raise ModelFolderError("no model is named: set --model to a model folder")
-    files = await asyncio.to_thread(read_model_files, Path(context.settings.model))
+    files = await asyncio.to_thread(read_model_files, Path(context.settings.model), context.settings.weights)
     async with AsyncExitStack() as stack:
-        socket_dir = Path(tempfile.mkdtemp(prefix="tidemill-"))
-        stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
+        socket_dir = stack.enter_context(owned_folder())
         body = WorkerBody(context, context.settings, role, files)
         stack.push_async_callback(body.close)
         body.worker.domains += make_domains(context.settings, body.reports, socket_dir, rank_module)
         body.server = await stack.enter_async_context(serve_grpc(context.settings, body.servicers()))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(domain.run(), name=f"domain {domain.index}") for domain in body.worker.domains]
-            tasks.append(group.create_task(require_a_start(body.worker.domains, list(tasks)), name="first start"))
-            tasks.append(group.create_task(body.keep_time(), name="load and deadlines"))
-            tasks.append(group.create_task(body.follow_domains(), name="membership of domains"))
-            await context.drain.requested.wait()
-            await body.drain()
-            for task in tasks:
-                task.cancel()
+        try:
+            await run_until_drained(context, body)
+        except ExceptionGroup as failed:
+            no_start = failed.subgroup(WorkerStartError)
+            if no_start is None:
+                raise
+            raise no_start.exceptions[0] from None
 
 
-class WorkerStartError(Exception):
+async def run_until_drained(context: ServiceContext, body: "WorkerBody") -> None:
+    """Keeps the worker going; a part that fails ends all others, in a group of exceptions."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(domain.run(), name=f"domain {domain.index}") for domain in body.worker.domains]
+        tasks.append(group.create_task(require_a_start(body.worker.domains, list(tasks)), name="first start"))
+        tasks.append(group.create_task(body.keep_time(), name="load and deadlines"))
+        tasks.append(group.create_task(body.follow_domains(), name="membership of domains"))
+        await context.drain.requested.wait()
+        await body.drain()
+        for task in tasks:
+            task.cancel()
+
+
+class WorkerStartError(StartError):
     """No rank could be started; the message says why."""
 
 
@@ -132,9 +144,17 @@ class WorkerBody:
         self._registration: Registration | None = None
         self._events = KvEvents(self.worker, context.bus.publish)
         self._load = LoadReporter(self.worker, context.bus.publish)
-        self._l3 = L3Tier(self.worker, context.instances)
+        self._tiers = Tiers(self.worker, context.instances, self._events.moved, self._load.latest)
+        self._roll_calls = RollCalls(self.worker)
+        self._tier_alarm = TierAlarm(counts, settings.one_way_tier_blocks, settings.one_way_tier_s)
+        self.worker.admitted = self._tiers.submitted
         self.reports = ReportHandler(
-            self.worker, [self._events, self._l3], self._l3, self._load, first_ready=self._first_ready
+            self.worker,
+            [self._events, self._tiers],
+            self._tiers,
+            self._load,
+            self._roll_calls,
+            first_ready=self._first_ready,
         )
 
     def servicers(self) -> Sequence[Servicer]:
@@ -145,11 +165,12 @@ class WorkerBody:
             self._load,
             self._assets,
             record=self.record,
+            tiers=self._tiers,
             submitted=self.reports.submitted,
             drain=self._request_drain,
             holds=self._holds,
         )
-        return servicers(worker_servicer, TransferServicer(self.worker))
+        return servicers(worker_servicer, TransferServicer(self.worker, self._tiers))
 
     def record(self) -> membership_pb2.MembershipRecord:
         """What membership says of this worker now."""
@@ -162,6 +183,7 @@ class WorkerBody:
             contract_revision=CONTRACT_REVISION,
             rpcs=RPCS,
             endpoint=self.server.endpoint if self.server else "",
+            stream_endpoint=self.server.stream_endpoint if self.server else "",
             http_endpoint=self._context.http_endpoint,
             draining=worker.draining,
             domains=worker.domain_records(),
@@ -169,12 +191,14 @@ class WorkerBody:
             started_unix_ms=self._context.started_unix_ms,
             pid=os.getpid(),
             host=socket.gethostname(),
+            tells_snapshots=True,
         )
 
     async def keep_time(self) -> None:
         """Load reports, event heartbeats and deadlines, whether or not there is work."""
         while True:
             reap(self.worker)
+            self._roll_calls.call_due()
             self._load.publish_all()
             self._events.heartbeat()
             self._show_state()
@@ -199,7 +223,7 @@ class WorkerBody:
     async def close(self) -> None:
         """Ends what is still under way."""
         await self.reports.close()
-        await self._l3.close()
+        await self._tiers.close()
 
     async def _tell(self) -> None:
         assert self.server is not None, "the server listens before any rank starts"
@@ -212,11 +236,14 @@ class WorkerBody:
             await self._context.publish_run_file(self.server.endpoint)
 
     def _holds(self) -> dict[str, int]:
-        return holds_of(self.worker, [sample for _, sample in self._load.samples()], self._l3.holds())
+        return holds_of(self.worker, [sample for _, sample in self._load.samples()], self._tiers.holds())
 
     def _show_state(self) -> None:
-        loads = {report.domain.domain: report.slo_load for report in self._load.reports()}
-        self.worker.counts.state(self._holds(), [domain.up for domain in self.worker.domains], loads)
+        self.worker.counts.loads(self._load.reports())
+        self.worker.counts.state(self._holds(), [domain.up for domain in self.worker.domains])
+        self.worker.counts.l2_use(self._tiers.l2_use())
+        self.worker.counts.quarantined(len(self.worker.quarantine.sources()))
+        self._tier_alarm.look()
 
     def _first_ready(self, domain: Domain) -> None:
         """The first ready rank tells what the model's card still lacks."""

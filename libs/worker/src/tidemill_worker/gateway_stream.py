@@ -1,7 +1,7 @@
 """Connect: one long-lived stream for each gateway, and what its messages do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 
 import structlog
@@ -10,19 +10,24 @@ from tidemill.mesh.v1 import common_pb2, worker_pb2
 from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
 from tidemill_mesh.errors import MeshError
+from tidemill_worker import moves
 from tidemill_worker.domain import Domain
-from tidemill_worker.hand_over_source import offer_ticket
+from tidemill_worker.roll_calls import take_roll_call
 from tidemill_worker.sessions import GatewaySession
 from tidemill_worker.submits import take_submits
+from tidemill_worker.ticket_offers import offer_ticket
 from tidemill_worker.translate import failed_output, invalid, to_key
 from tidemill_worker.worker import Worker
+
+LOOK_AGAIN = 8
+"""So many parts of liveness_s: one of them passes between the end of that time and the verdict of silence."""
 
 log = structlog.get_logger()
 
 
 async def serve_gateway(
     worker: Worker, requests: AsyncIterator[worker_pb2.ConnectRequest], submitted: Callable[[Domain], None]
-) -> AsyncIterator[worker_pb2.ConnectResponse]:
+) -> AsyncGenerator[worker_pb2.ConnectResponse, None]:
     """The stream of one gateway; its end, from either side, aborts the gateway's requests here."""
     first = await _next(worker, requests)
     if first is None:
@@ -110,9 +115,17 @@ def take_message(
             worker.domain_of(live).send(messages.AddCredit(live.key, credit.tokens))
     for hand_over in message.hand_overs:
         _take_hand_over(worker, session, hand_over)
+    for key in message.stays:
+        moves.stays(worker, session, key)
+    if message.HasField("roll_call"):
+        take_roll_call(worker, session, message.roll_call)
 
 
 def _take_hand_over(worker: Worker, session: GatewaySession, hand_over: worker_pb2.HandOver) -> None:
+    live = worker.table.get(to_key(hand_over.key))
+    if live is not None and live.stage != "prefill":
+        moves.hand_over(worker, live, hand_over)
+        return
     try:
         offer = offer_ticket(worker, hand_over)
     except MeshError as error:
@@ -134,12 +147,18 @@ def _checked_hello(worker: Worker, first: worker_pb2.ConnectRequest) -> worker_p
 
 async def _next(worker: Worker, requests: AsyncIterator[worker_pb2.ConnectRequest]) -> worker_pb2.ConnectRequest | None:
     """The next message, None at the stream's end; DEADLINE_EXCEEDED when the gateway falls silent."""
+    loop, liveness_s = asyncio.get_running_loop(), worker.settings.liveness_s
     try:
-        async with asyncio.timeout(worker.settings.liveness_s):
-            return await anext(requests, None)
+        async with asyncio.timeout(None) as limit:
+            # What came while this process itself stood still is read before it judges.
+            look = loop.call_later(liveness_s, lambda: limit.reschedule(loop.time() + liveness_s / LOOK_AGAIN))
+            try:
+                return await anext(requests, None)
+            finally:
+                look.cancel()
     except TimeoutError:
         raise MeshError(
             errors_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
             "the gateway has fallen silent",
-            limit=f"{worker.settings.liveness_s:g} s",
+            limit=f"{liveness_s:g} s",
         ) from None

@@ -14,10 +14,12 @@ from tidemill.mesh.v1 import transfer_pb2, transfer_pb2_grpc, worker_pb2
 from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
 from tidemill_engine.sampling_params import RequestState
+from tidemill_kvcache.kv_format import convertible, keeps_precision
 from tidemill_mesh.errors import MeshError, from_rpc_error
+from tidemill_transfer.checksum import agree
 from tidemill_worker.domain import Domain
 from tidemill_worker.requests import LiveRequest
-from tidemill_worker.slabs import KVShape, convertible, layout_of, shape_of
+from tidemill_worker.slabs import KVShape, layout_of, shape_of
 from tidemill_worker.translate import from_key, to_engine_error, to_state
 from tidemill_worker.worker import Worker
 
@@ -43,6 +45,7 @@ async def run_fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: m
         outcome = "failed"
         log.warning("hand-over failed", request_id=live.key.request_id, error=answer.error.message)
     live.fetch = None
+    live.kv_answered = True
     domain.send(answer)
     worker.counts.hand_over("dest", outcome)
     if outcome == "done" and live.failure is None:
@@ -69,7 +72,8 @@ def _reason(error: Exception) -> MeshError:
 
 async def _fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: messages.KVWanted) -> RequestState:
     assert live.source is not None, "a decode-stage request names its source"
-    pull = DestPull(worker, domain, wanted)
+    source = live.source.prefill
+    pull = DestPull(worker, domain, wanted, source.domain.instance)
     deadline_s = live.deadline_at - worker.clock()
     request = transfer_pb2.PullRequest(
         ticket=live.source.ticket,
@@ -79,7 +83,7 @@ async def _fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: mess
         layout=layout_of(domain.ready, worker.settings.block_size),
         deadline_s=deadline_s,
     )
-    stub = transfer_pb2_grpc.TransferServiceStub(worker.channels.get(live.source.prefill.endpoint))
+    stub = transfer_pb2_grpc.TransferServiceStub(worker.channels.get(source.endpoint))
     call = stub.Pull(request, timeout=max(0.01, deadline_s))
     try:
         async with asyncio.TaskGroup() as group:
@@ -93,11 +97,13 @@ async def _fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: mess
 class DestPull:
     """One fetch of one request's KV."""
 
-    def __init__(self, worker: Worker, domain: Domain, wanted: messages.KVWanted) -> None:
+    def __init__(self, worker: Worker, domain: Domain, wanted: messages.KVWanted, source_instance: str) -> None:
         self._worker = worker
+        self._source_instance = source_instance
         self._domain = domain
         self._wanted = wanted
         self._source: transfer_pb2.KVLayout | None = None
+        self._own_format = domain.ready[0].kv_format
         self._shape: KVShape = shape_of(domain.ready[0], worker.settings.block_size)
         self._received: dict[tuple[int, bool], list[asyncio.Task[messages.TransferDone]]] = {}
         self._checksums: dict[tuple[int, bool], list[int]] = {}
@@ -116,11 +122,10 @@ class DestPull:
             self._state = response.state
 
     def _take_layout(self, layout: transfer_pb2.KVLayout) -> None:
-        own_format = self._domain.ready[0].kv_format
-        if not convertible(layout.kv_format, own_format):
+        if not convertible(layout.kv_format, self._own_format):
             raise MeshError(
                 errors_pb2.ERROR_CODE_UNSUPPORTED,
-                f"KV of format {layout.kv_format!r} cannot become {own_format!r}",
+                f"KV of format {layout.kv_format!r} cannot become {self._own_format!r}",
                 field="source_layout.kv_format",
             )
         self._source = layout
@@ -167,12 +172,13 @@ class DestPull:
 
     def finish(self) -> RequestState:
         """The state, after all pieces are in and equal what was sent."""
-        if self._state is None:
-            raise _broken("it ended without the request's state")
+        if self._state is None or self._source is None:
+            raise _broken("it ended without the request's layout and state")
         for name, tasks in self._received.items():
-            if self._checksums.get(name) != [task.result().checksum for task in tasks]:
-                raise _broken("the bytes received are not the bytes sent")
+            if not agree(self._checksums.get(name, []), [task.result().checksum for task in tasks]):
+                raise self._worker.arrived_damaged(self._source_instance)
         state = to_state(self._state)
+        state.rounded_kv = state.rounded_kv or not keeps_precision(self._source.kv_format, self._own_format)
         if self._next_block * self._shape.block_size < state.computed_tokens:
             raise _broken("blocks are missing")
         if self._shape.has_sequence_state and not any(with_state for _, with_state in self._received):

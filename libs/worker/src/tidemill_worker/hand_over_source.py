@@ -1,4 +1,4 @@
-"""P's side of a hand-over: mints tickets, and sends blocks behind the compute of later ones.
+"""P's side of a hand-over: sends blocks behind the compute of later ones.
 
 A slab is announced twice: before its pieces are sent, so that D can receive them, and again with their checksums once
 they are out. The KV is gathered into messages before it leaves, so the hold ends as soon as all pieces are out.
@@ -11,46 +11,26 @@ from dataclasses import dataclass
 
 import structlog
 
-from tidemill.mesh.v1 import common_pb2, transfer_pb2, worker_pb2
+from tidemill.mesh.v1 import transfer_pb2, worker_pb2
 from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
+from tidemill_kvcache.kv_format import convertible
 from tidemill_mesh.errors import MeshError
 from tidemill_transfer.agent import new_tag
 from tidemill_transfer.plan import plan_pieces
+from tidemill_worker import moves
 from tidemill_worker.domain import Domain
 from tidemill_worker.requests import LiveRequest
-from tidemill_worker.slabs import KVShape, SlabRange, convertible, layout_of, next_slab, shape_of
-from tidemill_worker.tickets import DomainId
-from tidemill_worker.translate import from_key, from_state, to_key
+from tidemill_worker.slabs import KVShape, SlabRange, layout_of, next_slab, shape_of
+from tidemill_worker.ticket_offers import to_domain_id
+from tidemill_worker.translate import from_state, to_key
 from tidemill_worker.worker import Worker
 
 log = structlog.get_logger()
 
 
-def offer_ticket(worker: Worker, hand_over: worker_pb2.HandOver) -> worker_pb2.TicketOffer:
-    """Answers a HandOver; NOT_FOUND when the request has ended, STALE when its KV is being fetched already."""
-    key = to_key(hand_over.key)
-    live = worker.table.get(key)
-    if live is None or live.stage != "prefill" or live.released:
-        raise MeshError(errors_pb2.ERROR_CODE_NOT_FOUND, "no such request is computed or held here", field="key")
-    if live.pulling:
-        raise MeshError(errors_pb2.ERROR_CODE_STALE, "the request's KV is being fetched already", field="key")
-    prefill = worker.domain_of(live)
-    ttl_s = min(worker.settings.hold_s, live.deadline_at - worker.clock())
-    entry = worker.tickets.mint(key, worker.domain_id(prefill), to_domain_id(hand_over.target.domain), ttl_s)
-    ticket = worker_pb2.Ticket(
-        secret=entry.secret, prefill=worker.domain_ref(prefill), decode=hand_over.target.domain, deadline_s=ttl_s
-    )
-    return worker_pb2.TicketOffer(key=from_key(key), ticket=ticket)
-
-
-def to_domain_id(ref: common_pb2.DomainRef) -> DomainId:
-    """A DomainRef as a plain value."""
-    return DomainId(ref.instance, ref.incarnation, ref.domain, ref.epoch)
-
-
 async def serve_pull(worker: Worker, request: transfer_pb2.PullRequest) -> AsyncIterator[transfer_pb2.PullResponse]:
-    """The answer to Pull; however it ends, the hold ends with it."""
+    """The answer to Pull; however it ends, a prompt's hold ends with it, and a running request's move is told of it."""
     live = accept_pull(worker, request)
     live.pulling = True
     pull = SourcePull(worker, live, request)
@@ -61,7 +41,10 @@ async def serve_pull(worker: Worker, request: transfer_pb2.PullRequest) -> Async
         outcome = "done"
     finally:
         await pull.cancel()
-        worker.release(live)
+        if live.move is None:
+            worker.release(live)
+        else:
+            moves.pulled(worker, live, outcome)
         worker.counts.hand_over("source", outcome)
         log.debug("hand-over left", request_id=live.key.request_id, outcome=outcome, slabs=pull.num_slabs)
 
@@ -143,9 +126,11 @@ class SourcePull:
         return end - self._worker.clock()
 
     def _check(self) -> None:
-        """Raises what ended the request, the deadline, or a prefix that D holds of something else."""
+        """Raises what ended the request or its move, the deadline, or a prefix that D holds of something else."""
         if self._live.failure is not None:
             raise self._live.failure
+        if self._live.move is not None and self._live.move.called_off:
+            raise MeshError(errors_pb2.ERROR_CODE_STALE, "the request goes on where it was")
         if self._remaining_s() <= 0:
             raise MeshError(errors_pb2.ERROR_CODE_DEADLINE_EXCEEDED, "the KV was not fetched in time")
         have, hashes = self._request.have_blocks, self._live.progress.block_hashes

@@ -4,13 +4,20 @@ from collections.abc import Callable
 
 from tidemill.mesh.v1 import common_pb2, events_pb2
 from tidemill_engine import messages
-from tidemill_kvcache.events import EventSequencer, cleared_event, removed_event, stored_event
+from tidemill_kvcache.events import (
+    EventSequencer,
+    cleared_event,
+    removed_event,
+    snapshots_removed_event,
+    stored_event,
+)
 from tidemill_kvcache.mirror import BlockMirror
+from tidemill_kvcache.runs import CacheEvent, DroppedSnapshots, RemovedRun, StoredRun
 from tidemill_mesh.load import kv_subject
 from tidemill_worker.domain import Domain
 from tidemill_worker.worker import Worker
 
-TIER_L1 = common_pb2.TIER_L1
+TIER_L1, TIER_L2 = common_pb2.TIER_L1, common_pb2.TIER_L2
 
 
 class KvEvents:
@@ -42,15 +49,34 @@ class KvEvents:
 
     def stored(self, domain: Domain, event: messages.BlocksStored) -> None:
         """Blocks became reusable."""
-        self._pending[domain.index].append(stored_event(event.parent_hash, event.block_hashes, TIER_L1))
+        told = stored_event(event.parent_hash, event.block_hashes, TIER_L1, has_snapshot=event.has_snapshot)
+        self._pending[domain.index].append(told)
 
     def removed(self, domain: Domain, event: messages.BlocksRemoved) -> None:
         """Blocks left."""
         self._pending[domain.index].append(removed_event(event.block_hashes, TIER_L1))
 
+    def snapshots_dropped(self, domain: Domain, event: messages.SnapshotsDropped) -> None:
+        """Blocks go on without their snapshots."""
+        self._pending[domain.index].append(snapshots_removed_event(event.block_hashes, TIER_L1))
+
     def cleared(self, domain: Domain) -> None:
         """All blocks left."""
         self._pending[domain.index].append(cleared_event())
+
+    def moved(self, domain: Domain, moves: list[CacheEvent]) -> None:
+        """Blocks came to L2 or left it: told at once, after what the step has brought."""
+        if domain.index not in self._pending:
+            return
+        for move in moves:
+            if isinstance(move, StoredRun):
+                told = stored_event(move.parent, move.hashes, TIER_L2, has_snapshot=move.has_snapshot)
+                self._pending[domain.index].append(told)
+            elif isinstance(move, RemovedRun):
+                self._pending[domain.index].append(removed_event(move.hashes, TIER_L2))
+            elif isinstance(move, DroppedSnapshots):
+                self._pending[domain.index].append(snapshots_removed_event(move.hashes, TIER_L2))
+        self.step_done(domain)
 
     def step_done(self, domain: Domain) -> None:
         """Publishes the step's events as one batch."""
@@ -67,6 +93,12 @@ class KvEvents:
     def snapshot(self, domain: Domain) -> tuple[int, list[events_pb2.BlockStored]]:
         """The domain's sequence and its blocks as of it, parents first."""
         return self._sequencers[domain.index].sequence, self._mirrors[domain.index].runs()
+
+    def replay(
+        self, domain: Domain, known: common_pb2.DomainRef, sequence: int
+    ) -> list[events_pb2.KvEventBatch] | None:
+        """The batches after one that a router has; None: it needs a snapshot."""
+        return self._sequencers[domain.index].replay(known, sequence)
 
     def num_blocks(self, domain: Domain) -> int:
         """Cached blocks of a domain."""

@@ -1,57 +1,53 @@
-"""Write-through offload: newly stored blocks go to kvstore behind the compute, bounded, and dropped under pressure."""
+"""Offload: blocks go to kvstore behind the compute, bounded, and dropped under pressure."""
 
 import asyncio
-import itertools
+import secrets
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import grpc
 import structlog
 
 from tidemill.mesh.v1 import kvstore_pb2
+from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
+from tidemill_kvcache.shards import shard_name
+from tidemill_mesh import request_ids
 from tidemill_mesh.errors import MeshError
 from tidemill_transfer.agent import new_tag
+from tidemill_worker.block_source import FAILURES, MESSAGE_BYTES, first_failure
 from tidemill_worker.domain import Domain
-from tidemill_worker.l3_stores import MESSAGE_BYTES, KvStores, Store, shard_name
+from tidemill_worker.l2 import DomainL2
+from tidemill_worker.l2_slots import L2Block
+from tidemill_worker.l3_lookup import look_up
+from tidemill_worker.l3_stores import KvStores, Store, heads_of, storing_ranks
+from tidemill_worker.pins import DomainPins
 from tidemill_worker.rendezvous import split
+from tidemill_worker.residents import StoredBlock
 from tidemill_worker.slabs import KVShape, shape_of
 from tidemill_worker.worker import Worker
 
 log = structlog.get_logger()
 
-PIN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class StoredBlock:
-    """A block that became reusable in L1."""
-
-    parent: bytes
-    block_hash: bytes
-    has_snapshot: bool
-
 
 class Offloader:
     """The offloads of one domain's epoch."""
 
-    def __init__(self, worker: Worker, domain: Domain, stores: KvStores) -> None:
+    def __init__(self, worker: Worker, domain: Domain, stores: KvStores, pins: DomainPins, l2: DomainL2) -> None:
         self.in_flight = 0
         self._worker = worker
         self._domain = domain
         self._stores = stores
+        self._pins = pins
+        self._l2 = l2
         self._shape: KVShape = shape_of(domain.ready[0], worker.settings.block_size)
         self._batch_blocks = min(
             worker.settings.l3_batch_blocks, max(1, MESSAGE_BYTES // max(1, self._shape.block_bytes))
         )
         self._queue: deque[StoredBlock] = deque()
         self._wake = asyncio.Event()
-        self._pin_ids = itertools.count(1)
-        self._pins: dict[int, asyncio.Future[messages.BlocksPinned]] = {}
+        workers = worker.settings.l3_offloads_in_flight if worker.settings.l3_policy != "off" else 0
         self._tasks = [
-            asyncio.create_task(self._work(), name=f"offload {domain.index}.{index}")
-            for index in range(worker.settings.l3_offloads_in_flight)
+            asyncio.create_task(self._work(), name=f"offload {domain.index}.{index}") for index in range(workers)
         ]
 
     @property
@@ -59,23 +55,12 @@ class Offloader:
         """Offloads queued (as one) or under way."""
         return self.in_flight + bool(self._queue)
 
-    def stored(self, event: messages.BlocksStored) -> None:
-        """Queues a run; what does not fit is dropped and counted."""
-        parents = [event.parent_hash, *event.block_hashes]
-        room = self._worker.settings.l3_queue_blocks - len(self._queue)
-        blocks = [
-            StoredBlock(parent, block_hash, has_snapshot)
-            for parent, block_hash, has_snapshot in zip(parents, event.block_hashes, event.has_snapshot, strict=False)
-        ]
+    def offer(self, blocks: Sequence[StoredBlock]) -> None:
+        """Queues blocks, parents first; what does not fit is dropped and counted."""
+        room = max(0, self._worker.settings.l3_queue_blocks - len(self._queue))
         self._queue.extend(blocks[:room])
-        self._worker.counts.l3_blocks("dropped", len(blocks) - max(0, min(room, len(blocks))))
+        self._worker.counts.l3_blocks("dropped", len(blocks) - len(blocks[:room]))
         self._wake.set()
-
-    def pinned(self, report: messages.BlocksPinned) -> None:
-        """The leader's answer to PinBlocks."""
-        future = self._pins.get(report.pin_id)
-        if future is not None and not future.done():
-            future.set_result(report)
 
     async def close(self) -> None:
         """Ends all offloads."""
@@ -93,7 +78,9 @@ class Offloader:
             batch = [self._queue.popleft() for _ in range(count)]
             self.in_flight += 1
             try:
-                await self._offload(batch)
+                # Its blocks are of several requests, so it has an id of its own, here and in the store's log.
+                with request_ids.logged_as(f"offload-{secrets.token_hex(6)}"):
+                    await self._offload(batch)
             except Exception as error:
                 log.error("offload failed unexpectedly", domain=self._domain.index, exc_info=error)
                 self._worker.counts.l3_blocks("failed", len(batch))
@@ -114,72 +101,118 @@ class Offloader:
             async with asyncio.timeout(self._worker.settings.l3_timeout_s):
                 missing = await self._missing(store, blocks)
                 self._worker.counts.l3_blocks("present", len(blocks) - len(missing))
-                stored = await self._put(store, missing) if missing else 0
-        except (grpc.aio.AioRpcError, MeshError, TimeoutError, ExceptionGroup) as error:
-            reason = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            log.warning("offload failed", store=store.name, blocks=len(blocks), error=str(reason))
-            self._stores.failed(store.name)
+                stored = 0
+                for tenant in dict.fromkeys(block.tenant for block in missing):
+                    stored += await self._put(store, tenant, [block for block in missing if block.tenant == tenant])
+        except FAILURES as error:
+            log.warning("offload failed", store=store.name, blocks=len(blocks), error=str(first_failure(error)))
+            if not _is_refusal(first_failure(error)):
+                self._stores.failed(store.name)
             self._worker.counts.l3_error("put")
             self._worker.counts.l3_blocks("failed", len(blocks))
         else:
             self._worker.counts.l3_blocks("offloaded", stored)
 
     async def _missing(self, store: Store, blocks: list[StoredBlock]) -> list[StoredBlock]:
-        """Without the leading blocks that the store has for every rank, with their snapshots where there are some."""
-        hashes = b"".join(block.block_hash for block in blocks)
-        present = len(blocks)
-        for rank in self._domain.ready:
-            request = kvstore_pb2.HasRequest(
-                kv_format=rank.kv_format, shard=shard_name(rank, self._shape.num_heads), block_hashes=hashes
-            )
-            answer = await store.stub.Has(request, timeout=self._worker.settings.l3_timeout_s)
-            present = min(present, answer.num_blocks, _first_without_snapshot(blocks, answer.snapshot_bitmap))
-        return blocks[present:]
+        """Without the blocks that the store has in whole, with their snapshots where there are some; whoever wrote
+        them, and however its ranks split the heads."""
+        hashes, timeout_s = [block.block_hash for block in blocks], self._worker.settings.l3_timeout_s
+        held = await look_up(store, self._domain, self._shape, hashes, timeout_s)
+        return [
+            block
+            for bit, block in enumerate(blocks)
+            if not any((one.snapshots if block.has_snapshot else one.present) >> bit & 1 for one in held)
+        ]
 
-    async def _put(self, store: Store, blocks: list[StoredBlock]) -> int:
-        """Pins the blocks, sends them from every rank; returns how many are stored."""
-        pin_id = next(self._pin_ids)
-        self._pins[pin_id] = asyncio.get_running_loop().create_future()
-        self._domain.send(messages.PinBlocks(pin_id, [block.block_hash for block in blocks]))
+    async def _put(self, store: Store, tenant: str, blocks: list[StoredBlock]) -> int:
+        """Sends the blocks from wherever they are in every rank; returns how many are stored."""
+        in_l2 = {
+            held.block_hash: held
+            for block in blocks
+            if (held := self._l2.slots.get(block.block_hash)) is not None
+            and (held.snapshot_slot >= 0 or not block.has_snapshot)
+        }
+        from_l2 = [block for block in blocks if block.block_hash in in_l2]
+        from_l1 = [block for block in blocks if block.block_hash not in in_l2]
+        stored = 0
+        if from_l2:
+            stored += await self._put_l2(store, tenant, from_l2, [in_l2[block.block_hash] for block in from_l2])
+        if from_l1:
+            stored += await self._put_l1(store, tenant, from_l1)
+        return stored
+
+    async def _put_l2(self, store: Store, tenant: str, blocks: list[StoredBlock], held: list[L2Block]) -> int:
+        self._l2.slots.pin(held)
         try:
-            async with asyncio.timeout(PIN_TIMEOUT_S):
-                pinned = await self._pins[pin_id]
-            blocks = blocks[: len(pinned.block_ids)]
-            if not blocks:
-                return 0
-            async with asyncio.TaskGroup() as group:
-                puts = [group.create_task(self._put_rank(store, rank, blocks, pinned)) for rank in self._domain.ready]
-            return min(task.result() for task in puts)
+            command = [block.slot for block in held], [block.snapshot_slot for block in held]
+            return await self._put_ranks(store, tenant, blocks, *command, from_host=True)
         finally:
-            del self._pins[pin_id]
-            self._domain.send(messages.UnpinBlocks(pin_id))
+            self._l2.slots.unpin(held)
+
+    async def _put_l1(self, store: Store, tenant: str, blocks: list[StoredBlock]) -> int:
+        stored = 0
+        while blocks:
+            async with self._pins.hold([block.block_hash for block in blocks]) as pinned:
+                held = blocks[: len(pinned.block_ids)]
+                if held:
+                    ids = pinned.block_ids, pinned.snapshot_ids
+                    stored += await self._put_ranks(store, tenant, held, *ids, from_host=False)
+            # The block after those that were found has left L1.
+            self._worker.counts.l3_blocks("gone", int(len(held) < len(blocks)))
+            blocks = blocks[len(held) + 1 :]
+        return stored
+
+    async def _put_ranks(
+        self,
+        store: Store,
+        tenant: str,
+        blocks: list[StoredBlock],
+        block_ids: list[int],
+        snapshot_ids: list[int],
+        *,
+        from_host: bool,
+    ) -> int:
+        async with asyncio.TaskGroup() as group:
+            puts = [
+                group.create_task(self._put_rank(store, tenant, rank, blocks, block_ids, snapshot_ids, from_host))
+                for rank in storing_ranks(self._domain.ready, self._shape.num_heads)
+            ]
+        return min(task.result() for task in puts)
 
     async def _put_rank(
-        self, store: Store, rank: messages.RankReady, blocks: list[StoredBlock], pinned: messages.BlocksPinned
+        self,
+        store: Store,
+        tenant: str,
+        rank: messages.RankReady,
+        blocks: list[StoredBlock],
+        block_ids: list[int],
+        snapshot_ids: list[int],
+        from_host: bool,
     ) -> int:
         """One rank's shard of the blocks in one message. The checksum is the store's to compute: ours is only known
         once the bytes are out, and the transfer guards them on the way."""
         heads = (rank.head_start, rank.head_end)
         headers = [
-            self._header(rank, block, snapshot_id >= 0)
-            for block, snapshot_id in zip(blocks, pinned.snapshot_ids, strict=True)
+            self._header(rank, block, snapshot_id >= 0) for block, snapshot_id in zip(blocks, snapshot_ids, strict=True)
         ]
         tag, deadline_s = new_tag(), self._worker.settings.l3_timeout_s
         request = kvstore_pb2.PutRequest(
             blocks=headers,
             source_address=rank.transfer_address,
             first_tag=tag,
+            tenant=tenant,
             deadline_s=deadline_s,
             contiguous=True,
         )
         piece = messages.PieceSpec(store.transfer_address, tag, *heads, sum(header.size_bytes for header in headers))
         command = messages.SendKV(
             transfer_id=0,
-            block_ids=pinned.block_ids,
+            block_ids=block_ids,
             piece=piece,
             deadline_s=deadline_s,
-            snapshot_ids=pinned.snapshot_ids,
+            snapshot_ids=snapshot_ids,
             per_block_snapshots=True,
+            from_host=from_host,
         )
         async with asyncio.TaskGroup() as group:
             put = group.create_task(_call_put(store, request))
@@ -191,7 +224,7 @@ class Offloader:
             block_hash=block.block_hash,
             parent_block_hash=block.parent,
             kv_format=rank.kv_format,
-            shard=shard_name(rank, self._shape.num_heads),
+            shard=shard_name(heads_of(rank), self._shape.num_heads),
             size_bytes=self._shape.piece_bytes(
                 1, (rank.head_start, rank.head_end), with_sequence=False, snapshots=int(has_snapshot)
             ),
@@ -200,14 +233,14 @@ class Offloader:
         )
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """A store that takes no more blocks still gives those that it has."""
+    return isinstance(error, MeshError) and error.code == errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED
+
+
 async def _call_put(store: Store, request: kvstore_pb2.PutRequest) -> kvstore_pb2.PutResponse:
-    response: kvstore_pb2.PutResponse = await store.stub.Put(request, timeout=request.deadline_s)
+    metadata = request_ids.outgoing()
+    response: kvstore_pb2.PutResponse = await store.stub.Put(request, timeout=request.deadline_s, metadata=metadata)
     if response.HasField("error"):
         raise MeshError.from_detail(response.error)
     return response
-
-
-def _first_without_snapshot(blocks: Sequence[StoredBlock], bitmap: bytes) -> int:
-    bits = int.from_bytes(bitmap, "little")
-    wanted = (index for index, block in enumerate(blocks) if block.has_snapshot and not bits >> index & 1)
-    return next(wanted, len(blocks))

@@ -1,17 +1,16 @@
 """The kvstores that can be used now, as membership shows them; one that fails rests for a while."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.mesh.v1 import kvstore_pb2_grpc, membership_pb2
 from tidemill_engine.messages import RankReady
+from tidemill_kvcache.shards import HeadRange, shard_name
 from tidemill_mesh.channels import Channels
 
 REST_S = 5.0
-MESSAGE_BYTES = 16 << 20
-"""Aimed size of one message to or from a store; at least one block."""
 
 
 class Instances(Protocol):
@@ -66,8 +65,12 @@ class KvStores:
             self._resting_until[record.incarnation] = now + REST_S
 
 
-def shard_name(rank: RankReady, num_heads: int) -> str:
-    """Which part of a block a rank stores: "all", or its head range."""
-    if rank.head_start == 0 and rank.head_end >= num_heads:
-        return "all"
-    return f"{rank.head_start}-{rank.head_end}"
+def storing_ranks(ready: Sequence[RankReady], num_heads: int) -> list[RankReady]:
+    """One rank for each part of a block: where KV belongs to no head, all ranks hold the same bytes."""
+    first = {shard_name(heads_of(rank), num_heads): rank for rank in reversed(ready)}
+    return sorted(first.values(), key=lambda rank: rank.rank)
+
+
+def heads_of(rank: RankReady) -> HeadRange:
+    """The heads that a rank holds."""
+    return rank.head_start, rank.head_end

@@ -51,6 +51,7 @@ def engine_settings(settings: WorkerSettings, domain: int, rank: int, run: int, 
         device=settings.device,
         weights=settings.weights,  # type: ignore[arg-type]  # the loader has checked the choices
         kv_dtype=settings.kv_dtype,  # type: ignore[arg-type]
+        batch_invariant=settings.batch_invariant,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         kv_memory_bytes=settings.kv_memory_bytes,
@@ -67,14 +68,33 @@ def engine_settings(settings: WorkerSettings, domain: int, rank: int, run: int, 
         step_socket=str(socket_dir / f"d{domain}n{run}.steps") if several else "",
         transport=settings.transport,  # type: ignore[arg-type]
         host=settings.advertise_host or settings.host,
+        prefill_policy=settings.prefill_policy,  # type: ignore[arg-type]
+        fair_stretch=settings.fair_stretch,
+        fair_slack_s=settings.fair_slack_s,
+        tenant_burst_s=settings.tenant_burst_s,
+        kv_high_water=settings.kv_high_water,
+        forecast_growth=settings.forecast_growth,
+        most_tpot_load=settings.most_tpot_load,
+        growth_wait_s=settings.growth_wait_s,
+        small_chunk_load=settings.small_chunk_load,
+        move_wait_s=settings.move_wait_s,
         credit_stall_s=settings.credit_stall_s,
-        onboard_enabled=settings.l3_policy != "off",
+        onboard_enabled=settings.l3_policy != "off" or settings.l2_memory_bytes > 0 or settings.peer_fetch,
         onboard_min_blocks=settings.onboard_min_blocks,
         onboard_deadline_s=settings.onboard_deadline_s,
+        l2_memory_bytes=settings.l2_memory_bytes,
+        report_hits=True,
+        cooling_blocks=settings.cooling_blocks if copies_ahead(settings) else 0,
         watchdog_s=settings.rank_watchdog_s,
     )
     check_settings(made)
     return made
+
+
+def copies_ahead(settings: WorkerSettings) -> bool:
+    """Whether some tier is given blocks just before L1 evicts them."""
+    to_l2 = settings.l2_memory_bytes > 0 and settings.l2_policy == "on_eviction"
+    return to_l2 or settings.l3_policy == "on_eviction"
 
 
 def rank_environment(settings: WorkerSettings, domain: int, rank: int) -> dict[str, str]:

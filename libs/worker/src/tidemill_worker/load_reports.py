@@ -5,9 +5,14 @@ from collections.abc import Callable
 
 from tidemill.mesh.v1 import events_pb2, membership_pb2
 from tidemill_engine.messages import LoadSample
+from tidemill_kvcache.step_cost import StepCost
+from tidemill_kvcache.step_cost_message import to_message
 from tidemill_mesh.load import load_subject
 from tidemill_worker.domain import Domain
 from tidemill_worker.worker import Worker
+
+UNCHANGED_INTERVALS = 3
+"""Of load_interval_s (0.25 s): an idle domain's report is never as old as routers call stale (1 s)."""
 
 
 class LoadReporter:
@@ -18,6 +23,8 @@ class LoadReporter:
         self._publish = publish
         self._samples: dict[int, tuple[str, LoadSample]] = {}
         self._published: dict[int, LoadSample] = {}
+        self._repeats: dict[int, int] = {}
+        self._was_draining = False
         self._sequence = 0
 
     def sampled(self, domain: Domain, sample: LoadSample) -> None:
@@ -28,9 +35,15 @@ class LoadReporter:
             self._publish_domain(domain, sample)
 
     def publish_all(self) -> None:
-        """Publishes the latest sample of each domain that is up."""
+        """Publishes the latest sample of each domain that is up; one that says nothing new only now and then."""
+        news = self._worker.draining != self._was_draining
+        self._was_draining = self._worker.draining
         for domain, sample in self.samples():
-            self._publish_domain(domain, sample)
+            repeats = self._repeats.get(domain.index, 0) + 1
+            if news or sample is not self._published.get(domain.index) or repeats >= UNCHANGED_INTERVALS:
+                self._publish_domain(domain, sample)
+            else:
+                self._repeats[domain.index] = repeats
 
     def reports(self) -> list[events_pb2.LoadReport]:
         """The reports of all domains that are up."""
@@ -77,11 +90,23 @@ class LoadReporter:
             output_tokens_total=sample.output_tokens_total,
             preemptions_total=sample.preemptions_total,
             max_num_seqs=worker.settings.max_num_seqs,
+            max_num_batched_tokens=worker.settings.max_num_batched_tokens,
+            admission_paused=sample.admission_paused,
+            runaways_total=sample.runaways_total,
+            ttft_slo_load=max(sample.predicted_ttft_s, sample.measured_ttft_s) / worker.settings.slo_ttft_s,
+            tpot_slo_load=max(sample.predicted_tpot_s, sample.measured_tpot_s) / worker.settings.slo_tpot_s,
+            degraded=sample.degraded,
+            slo_ttft_s=worker.settings.slo_ttft_s,
+            slo_tpot_s=worker.settings.slo_tpot_s,
+            context_tokens=sample.context_tokens,
+            quarantined=worker.quarantine.sources(),
+            step_cost=to_message(StepCost(*sample.step_cost)) if sample.step_cost else None,
         )
 
     def _publish_domain(self, domain: Domain, sample: LoadSample) -> None:
         self._sequence += 1
         self._published[domain.index] = sample
+        self._repeats[domain.index] = 0
         subject = load_subject(self._worker.settings.mesh, self._worker.instance)
         self._publish(subject, self.report(domain, sample).SerializeToString())
 
@@ -97,6 +122,8 @@ def is_large_change(before: LoadSample, now: LoadSample, max_num_seqs: int) -> b
     """Whether routers should hear of it before the interval is over."""
     requests = now.waiting_requests + now.running_requests - before.waiting_requests - before.running_requests
     blocks = now.available_blocks - before.available_blocks
+    if (now.admission_paused, now.degraded) != (before.admission_paused, before.degraded):
+        return True
     return abs(requests) * 4 >= max(4, max_num_seqs) or abs(blocks) * 8 >= max(8, now.total_blocks)
 
 

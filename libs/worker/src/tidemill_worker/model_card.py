@@ -83,7 +83,13 @@ def make_card(
 def make_ref(card: membership_pb2.ModelCard, assets: Assets) -> membership_pb2.ModelRef:
     """Names the card; the card becomes an asset too."""
     digest = assets.add(card.SerializeToString(deterministic=True))
-    return membership_pb2.ModelRef(name=card.name, aliases=card.aliases, revision=card.revision, card_digest=digest)
+    return membership_pb2.ModelRef(
+        name=card.name,
+        aliases=card.aliases,
+        revision=card.revision,
+        card_digest=digest,
+        kv_format=card.kv_format,
+    )
 
 
 def to_group(shape: KVShape, spec: KVGroupSpec) -> membership_pb2.KVGroup:

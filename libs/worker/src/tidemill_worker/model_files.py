@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill_mesh.errors import StartError
+
 HASH_VERSION = b"tidemill-kv-1"
 SAMPLES = 16
 SAMPLE_BYTES = 4096
 MAX_HEADER_BYTES = 100 << 20
 
 
-class ModelFolderError(Exception):
+class ModelFolderError(StartError):
     """The folder is not a model that can be served; the message names what is missing or wrong."""
 
 
@@ -29,6 +31,7 @@ class ModelFiles:
     chat_template: bytes
     """Empty: the model has none."""
     weights_digest: bytes
+    """Of the architecture and the weights as they are computed with."""
     created_unix_s: int
 
     @property
@@ -61,8 +64,8 @@ class ModelFiles:
         return found if isinstance(found, int) else None
 
 
-def read_model_files(folder: Path) -> ModelFiles:
-    """Reads the folder; raises ModelFolderError."""
+def read_model_files(folder: Path, weights: str = "auto") -> ModelFiles:
+    """Reads the folder, whose weights are held in memory in the named form; raises ModelFolderError."""
     config_path = folder / "config.json"
     config = json.loads(_required(config_path))
     tokenizer_config = _optional(folder / "tokenizer_config.json")
@@ -73,13 +76,25 @@ def read_model_files(folder: Path) -> ModelFiles:
         tokenizer=folder / "tokenizer.json",
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(folder, tokenizer_config),
-        weights_digest=digest_weights(folder, config),
+        weights_digest=digest_weights(folder, config, rounding_of(config, weights)),
         created_unix_s=int(config_path.stat().st_mtime),
     )
 
 
-def digest_weights(folder: Path, config: dict[str, Any]) -> bytes:
-    """sha256 over the architecture, each safetensors header and samples of the content.
+def rounding_of(config: dict[str, Any], weights: str) -> str:
+    """The form of the weights in memory where that is not an exact image of what is stored, else "".
+
+    Rounded weights compute other KV: they are another revision, whose blocks no instance of the exact one may take.
+    """
+    text = config.get("text_config") or config
+    stored = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    quantised = (config.get("quantization_config") or {}).get("quant_method", "")
+    exact = {"fp8_block": quantised == "fp8", "bf16": stored == "bfloat16", "fp8": False, "int8": False}
+    return "" if exact.get(weights, True) else weights
+
+
+def digest_weights(folder: Path, config: dict[str, Any], rounding: str) -> bytes:
+    """sha256 over the architecture, each safetensors header, samples of the content, and how weights are rounded.
 
     Reading gigabytes at each start would cost more than it tells; a changed weight file almost surely differs in a
     header or in one of the samples.
@@ -87,7 +102,7 @@ def digest_weights(folder: Path, config: dict[str, Any]) -> bytes:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelFolderError(f"{folder} has no *.safetensors")
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + rounding.encode())
     for file in files:
         for part in _samples(file):
             digest.update(len(part).to_bytes(8, "little") + part)

@@ -21,6 +21,9 @@ class CacheObserver(Protocol):
     def removed(self, domain: Domain, event: messages.BlocksRemoved) -> None:
         """Blocks left."""
 
+    def snapshots_dropped(self, domain: Domain, event: messages.SnapshotsDropped) -> None:
+        """Blocks go on without their snapshots."""
+
     def cleared(self, domain: Domain) -> None:
         """All blocks left."""
 
@@ -29,13 +32,19 @@ class CacheObserver(Protocol):
 
 
 class Onboarder(Protocol):
-    """Answers what a domain asks about L3."""
+    """Answers what a domain asks and tells about the tiers below L1."""
 
     def wanted(self, domain: Domain, report: messages.OnboardWanted) -> None:
         """A request lacks blocks; OnboardReady must follow."""
 
     def pinned(self, domain: Domain, report: messages.BlocksPinned) -> None:
         """Answers PinBlocks."""
+
+    def hit(self, domain: Domain, report: messages.BlocksHit) -> None:
+        """A request found blocks in L1."""
+
+    def cooling(self, domain: Domain, report: messages.BlocksCooling) -> None:
+        """Blocks will be evicted soon."""
 
 
 class LoadTracker(Protocol):

@@ -1,6 +1,7 @@
 """One rank process and the socket on which it takes commands and reports."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,11 +11,15 @@ import msgspec
 import structlog
 
 from tidemill_engine import messages
+from tidemill_mesh.listener import Listener
+from tidemill_mesh.tasks import wait_up_to
 from tidemill_worker.child_process import ChildProcess
 from tidemill_worker.frames import FrameError, pack_frame, read_frame
 
 KILL_WAIT_S = 5.0
-EXPLAIN_S = 0.5
+EXPLAIN_LOOKS = 10
+EXPLAIN_LOOK_S = 0.1
+"""How long an end may take to be explained: a service that was not run in the meantime has missed but one look."""
 
 log = structlog.get_logger()
 
@@ -48,9 +53,10 @@ class RankLink:
         self._ready: asyncio.Future[messages.RankReady] = asyncio.get_running_loop().create_future()
         self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: ChildProcess | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()
         self._last_words = ""
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -61,7 +67,7 @@ class RankLink:
 
     async def start(self, timeout_s: float) -> messages.RankReady:
         """Spawns the process and waits for its RankReady; raises RankStartError."""
-        self._server = await asyncio.start_unix_server(self._accept, path=str(self._socket_path))
+        self._listener = self._listen()
         self._process = ChildProcess(self._argv, self._env, self._log_path)
         self._tasks.append(asyncio.create_task(self._wait_exit(), name=f"{self.name} exit"))
         waiting: list[asyncio.Future[messages.RankReady] | asyncio.Future[str]] = [self._ready, self._gone]
@@ -88,10 +94,11 @@ class RankLink:
             with suppress(TimeoutError):
                 async with asyncio.timeout(KILL_WAIT_S):
                     await self._process.wait()
+        if self._listener is not None:
+            await self._listener.close()
         if self._writer is not None:
-            self._writer.close()
-        if self._server is not None:
-            self._server.close()
+            # Nobody reads what waits to be sent.
+            self._writer.transport.abort()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -100,13 +107,27 @@ class RankLink:
         if not self._ready.done():
             self._ready.cancel()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _listen(self) -> Listener:
+        bound = socket.socket(socket.AF_UNIX)
+        self._socket_path.unlink(missing_ok=True)
+        try:
+            bound.bind(str(self._socket_path))
+        except OSError:
+            bound.close()
+            raise
+        loop = asyncio.get_running_loop()
+        return Listener(
+            bound, lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader(loop=loop), self._accept, loop=loop)
+        )
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:
             writer.close()
             return
         self._writer = writer
         self._reader = asyncio.create_task(self._read(reader), name=f"{self.name} reports")
         self._tasks.append(self._reader)
+        self._connected.set()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -132,17 +153,23 @@ class RankLink:
     async def _say_why_gone(self) -> None:
         """The socket closed; the exit status that explains it follows within moments, if the process did end."""
         assert self._process is not None, "a rank reports only after it was started"
-        with suppress(TimeoutError):
-            async with asyncio.timeout(EXPLAIN_S):
-                await self._process.wait()
+        for _ in range(EXPLAIN_LOOKS):
+            if not self._process.running:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXPLAIN_LOOK_S):
+                    await self._process.wait()
         self._end("closed its socket" if self._process.running else self._process.exit_words)
 
     async def _wait_exit(self) -> None:
         assert self._process is not None, "the process was started"
         await self._process.wait()
-        if self._reader is not None:
-            # Its last words may still be in the socket.
-            await asyncio.wait([self._reader], timeout=EXPLAIN_S)
+        # Its last words may still be in the socket, or in a connection that is not accepted yet.
+        for _ in range(EXPLAIN_LOOKS):
+            if self._reader is None:
+                await wait_up_to(self._connected, EXPLAIN_LOOK_S)
+            elif not self._reader.done():
+                await asyncio.wait([self._reader], timeout=EXPLAIN_LOOK_S)
         self._end(self._process.exit_words)
 
     def _end(self, reason: str) -> None:

@@ -4,22 +4,30 @@ import structlog
 
 from tidemill.v1 import errors_pb2
 from tidemill_mesh.errors import MeshError
+from tidemill_worker.moves import stay
 from tidemill_worker.worker import Worker
 
 log = structlog.get_logger()
 
 
 def reap(worker: Worker) -> None:
-    """Ends expired tickets, holds that nobody fetched, and requests that their engine did not end in time."""
+    """Ends expired tickets, holds that nobody fetched, requests without an owner or that their engine did not end."""
     now = worker.clock()
     for entry in worker.tickets.expire():
         worker.counts.expired("ticket")
         log.warning("ticket expired", request_id=entry.key.request_id)
     for live in worker.table:
-        if live.held_until is not None and now >= live.held_until and not live.pulling:
+        if live.session not in worker.sessions:
+            log.warning("a request outlived its gateway's stream", request_id=live.key.request_id)
+            worker.counts.forgotten("stream")
+            worker.abort(live, "no gateway's stream has it", tell=False)
+        elif live.held_until is not None and now >= live.held_until and not live.pulling:
             worker.counts.expired("hold")
             log.warning("held KV was not fetched in time", request_id=live.key.request_id)
-            worker.release(live)
+            if live.move is None:
+                worker.release(live)
+            else:
+                stay(worker, live, "expired")
         elif live.held_until is None and now >= live.deadline_at + worker.settings.liveness_s:
             # The engine ends requests at their deadline by itself, unless it is stuck.
             worker.counts.expired("request")

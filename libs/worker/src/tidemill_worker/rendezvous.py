@@ -1,10 +1,12 @@
 """Which kvstore holds a block: rendezvous hashing, so that a store that joins or leaves moves only its own share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
-from typing import TypeVar
 
-K = TypeVar("K")
+
+def ranked(block_hash: bytes, stores: Sequence[str]) -> list[str]:
+    """All stores, the block's own one first; without that one, the next would be it."""
+    return sorted(stores, key=lambda store: (_score(block_hash, store), store), reverse=True)
 
 
 def choose(block_hash: bytes, stores: Sequence[str]) -> str:
@@ -24,22 +26,22 @@ def split(block_hashes: Iterable[bytes], stores: Sequence[str]) -> dict[str, lis
     return shares
 
 
+def lookups(
+    block_hashes: Sequence[bytes], stores: Sequence[str], choices: int, named: Collection[str] = ()
+) -> dict[str, list[int]]:
+    """Indices of the blocks that may lie in each store: one of their first `choices`, or one of those named."""
+    everything = range(len(block_hashes))
+    asked_all = [store for store in stores if store in named or len(stores) <= choices]
+    found = {store: list(everything) for store in asked_all}
+    if len(asked_all) == len(stores):
+        return found
+    for index, block_hash in enumerate(block_hashes):
+        for store in ranked(block_hash, stores)[:choices]:
+            if store not in asked_all:
+                found.setdefault(store, []).append(index)
+    return found
+
+
 def chunks(indices: Sequence[int], size: int) -> list[list[int]]:
     """The indices in parts of at most `size`, in order."""
     return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
-
-
-def leading_of_chunks(parts: Sequence[Sequence[int]], found: Sequence[int]) -> int:
-    """Leading indices found, when each part found so many leading ones of its own."""
-    total = 0
-    for part, count in zip(parts, found, strict=True):
-        total += count
-        if count < len(part):
-            break
-    return total
-
-
-def leading_run(found: dict[str, int], shares: dict[str, list[int]], total: int) -> int:
-    """Blocks from the start that are all found, when each store found so many leading ones of its share."""
-    missing = [indices[found.get(store, 0)] for store, indices in shares.items() if found.get(store, 0) < len(indices)]
-    return min(missing, default=total)

@@ -9,11 +9,13 @@ from tidemill.mesh.v1 import worker_pb2
 from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
 from tidemill_mesh.errors import MeshError, code_from_name
+from tidemill_worker import moves
 from tidemill_worker.domain import Domain
 from tidemill_worker.due import due_requests
 from tidemill_worker.hand_over_dest import run_fetch
 from tidemill_worker.observers import CacheObserver, LoadTracker, Onboarder
 from tidemill_worker.requests import LiveRequest
+from tidemill_worker.roll_calls import RollCalls
 from tidemill_worker.sessions import GatewaySession
 from tidemill_worker.translate import from_key, from_output
 from tidemill_worker.worker import Worker
@@ -32,12 +34,14 @@ class ReportHandler:
         observers: list[CacheObserver],
         onboarder: Onboarder,
         load: LoadTracker,
+        roll_calls: RollCalls,
         first_ready: Callable[[Domain], None],
     ) -> None:
         self._worker = worker
         self._observers = observers
         self._onboarder = onboarder
         self._load = load
+        self._roll_calls = roll_calls
         self._first_ready = first_ready
         self._tasks: set[asyncio.Task[None]] = set()
         self._told_at: dict[int, float] = {}
@@ -46,6 +50,7 @@ class ReportHandler:
 
     def domain_up(self, domain: Domain) -> None:
         """Announces the new epoch."""
+        self._worker.counts.backend(domain.index, domain.ready[0].backend)
         if not self._worker.model.card_digest:
             self._first_ready(domain)
         for observer in self._observers:
@@ -80,8 +85,23 @@ class ReportHandler:
                     self._exported(report)
                 case messages.OnboardWanted():
                     self._onboarder.wanted(domain, report)
+                case messages.RollAnswer():
+                    self._roll_calls.answered(domain, report)
                 case messages.BlocksPinned():
                     self._onboarder.pinned(domain, report)
+                case messages.BlocksHit():
+                    self._onboarder.hit(domain, report)
+                case messages.BlocksCooling():
+                    self._onboarder.cooling(domain, report)
+                case messages.MoveWanted():
+                    moves.wanted(self._worker, report)
+                case messages.Suspended():
+                    moves.suspended(self._worker, report)
+                case messages.Stays():
+                    moves.refused(self._worker, report)
+                case messages.RunawayFound():
+                    self._worker.counts.runaway()
+                    log.warning("runaway output", request_id=report.key.request_id, reason=report.reason)
                 case messages.RankFailed():
                     log.error("rank failed", domain=domain.index, rank=rank, message=report.message)
 
@@ -115,21 +135,24 @@ class ReportHandler:
         self._told_at[domain.index] = now
         return {live.session for live in worker.table.of_domain(domain.index)}
 
-    def _cache_event(
-        self, domain: Domain, event: messages.BlocksStored | messages.BlocksRemoved | messages.BlocksCleared
-    ) -> None:
+    def _cache_event(self, domain: Domain, event: messages.KvEvent) -> None:
         for observer in self._observers:
             match event:
                 case messages.BlocksStored():
                     observer.stored(domain, event)
                 case messages.BlocksRemoved():
                     observer.removed(domain, event)
+                case messages.SnapshotsDropped():
+                    observer.snapshots_dropped(domain, event)
                 case messages.BlocksCleared():
                     observer.cleared(domain)
 
     def _account(self, live: LiveRequest, output: messages.Output) -> None:
         worker = self._worker
         worker.counts.tokens(len(output.token_ids))
+        if output.cached_l1 >= 0 and live.stage != "decode":
+            cached = {"l1": output.cached_l1, "l2": output.cached_l2, "l3": output.cached_l3}
+            worker.counts.scheduled(live.progress.total_tokens, cached)
         if output.finish == "prefilled":
             worker.hold(live)
             if live.released:

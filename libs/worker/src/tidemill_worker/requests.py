@@ -1,10 +1,10 @@
 """The requests that live on this worker, from their submit to their last trace. Pure bookkeeping."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.mesh.v1 import worker_pb2
+from tidemill.mesh.v1 import common_pb2, worker_pb2
 from tidemill_engine import messages
 from tidemill_engine.sampling_params import RequestState
 from tidemill_mesh.errors import MeshError
@@ -36,6 +36,18 @@ class SourceProgress:
         self.final = report.final
 
 
+@dataclass
+class Move:
+    """A running request that is to go on at another instance; see moves.py."""
+
+    move_id: int
+    offered_at: float
+    target: common_pb2.DomainRef | None = None
+    """Where there is room; None: not known yet."""
+    called_off: bool = False
+    """Its gateway has given it up while it is fetched: the end of the fetch decides."""
+
+
 @dataclass(eq=False)
 class LiveRequest:
     """One stage of one choice of a request."""
@@ -47,11 +59,19 @@ class LiveRequest:
     deadline_at: float
     progress: SourceProgress
     source: worker_pb2.HandOverSource | None = None
+    block_sources: Sequence[common_pb2.BlockSource] = ()
+    """Other instances that hold leading blocks of the prompt."""
+    stores: Sequence[str] = ()
+    """kvstores that have some."""
     goes_on: bool = True
     """prefill: more than the first token is wanted, so that a decode placement will be needed."""
     due_sent: bool = False
     held_until: float | None = None
     """Set once the KV waits for a decode worker (or is fetched by it)."""
+    move: Move | None = None
+    """decode, whole: it is offered to other instances, or stands still for one."""
+    moved_at: float = float("-inf")
+    """When its last move came to nothing."""
     pulling: bool = False
     released: bool = False
     """prefill: nobody will fetch the KV any more."""
@@ -61,6 +81,15 @@ class LiveRequest:
     """Set when progress, state or failure changed; a hand-over in progress waits on it."""
     fetch: asyncio.Task[None] | None = None
     """decode: the running fetch of KV."""
+    kv_answered: bool = False
+    """decode: the engine was told how the fetch ended."""
+    kv_answered_at_call: bool = False
+    """The same at the last roll call."""
+
+    @property
+    def is_told(self) -> bool:
+        """Its last output is out: prefill's KV waits for decode. One that is held for a move has more to say."""
+        return self.stage == "prefill" and self.held_until is not None
 
     @property
     def remaining_tokens(self) -> int:

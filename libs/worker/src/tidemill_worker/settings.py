@@ -18,10 +18,12 @@ class WorkerSettings(ServiceSettings):
     """Further names of the model, comma separated."""
     device: str = "cpu"
     """Torch device of the ranks; "cuda" gives each rank its own GPU."""
-    weights: str = setting("auto", choices=("auto", "fp32", "bf16", "q4_1"))
-    """Form of the weights in memory."""
-    kv_dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    """Type of paged KV in the pool; peers may use another one."""
+    weights: str = setting("auto", choices=("auto", "fp32", "bf16", "q4_1", "fp8", "fp8_block", "int8"))
+    """Form of the weights in memory; fp32 and q4_1 run on CPUs, fp8, fp8_block and int8 on CUDA."""
+    kv_dtype: str = setting("float32", choices=("float32", "bfloat16", "float8_e4m3fn"))
+    """Type of paged KV in the pool; peers may use another one. float32 is for CPUs, float8_e4m3fn for CUDA."""
+    batch_invariant: bool = False
+    """CUDA: a request's output does not depend on what else is computed with it; slower."""
     block_size: int = setting(32, minimum=1, maximum=1024)
     """Tokens of a KV block; equal on all workers of a model."""
     num_blocks: int = setting(0, minimum=0)
@@ -68,6 +70,12 @@ class WorkerSettings(ServiceSettings):
     """Longest time of one KV message between ranks, from its announcement."""
     transfer_bytes_per_s: float = setting(5e8, minimum=1.0)
     """Bandwidth that hand-over is planned with until one has been measured."""
+    quarantine_hits: int = setting(3, minimum=1)
+    """Damaged transfers from one instance within quarantine_window_s after which routers place nothing on that pair."""
+    quarantine_window_s: float = setting(600.0, minimum=1.0)
+    """Window of quarantine_hits; also how long after a quarantine one more damaged transfer begins the next."""
+    quarantine_s: float = setting(300.0, minimum=1.0)
+    """Length of a quarantine."""
     slab_bytes: int = setting(4 << 20, minimum=1)
     """Aimed size of one KV message; at least one block."""
     slabs_in_flight: int = setting(3, minimum=1, maximum=64)
@@ -77,8 +85,19 @@ class WorkerSettings(ServiceSettings):
     outbox_messages: int = setting(4096, minimum=16)
     """Unsent messages after which a gateway that does not read is cut off."""
 
-    l3_policy: str = setting("write_through", choices=("write_through", "off"))
-    """Whether full blocks go to kvstore as they are computed, and missing ones are looked for there."""
+    l2_memory_bytes: int = setting(0, minimum=0)
+    """Host memory of each rank for KV blocks that leave its pool (L2); 0: no L2."""
+    l2_policy: str = setting("on_eviction", choices=("write_through", "after_hits", "on_eviction", "off"))
+    """When full blocks are copied to L2: as they are computed, after write_down_hits hits, or before L1 evicts them."""
+    l3_policy: str = setting("write_through", choices=("write_through", "after_hits", "on_eviction", "off"))
+    """When full blocks go to kvstore (on eviction: by L2 where there is one, otherwise by L1); "off" also means that
+    missing ones are not looked for there."""
+    write_down_hits: int = setting(2, minimum=1)
+    """Hits of policy "after_hits"."""
+    cooling_blocks: int = setting(128, minimum=1)
+    """Policy "on_eviction": so many blocks, free ones included, are copied ahead of their eviction."""
+    peer_fetch: bool = True
+    """Whether blocks are fetched from the memory of other instances that a placement names."""
     l3_offloads_in_flight: int = setting(2, minimum=1, maximum=64)
     """Offloads of a cache domain under way at a time."""
     l3_queue_blocks: int = setting(1024, minimum=1)
@@ -87,10 +106,41 @@ class WorkerSettings(ServiceSettings):
     """Blocks of one offload."""
     l3_timeout_s: float = setting(10.0, minimum=0.1)
     """Longest time of one offload."""
+    one_way_tier_blocks: int = setting(1024, minimum=1)
+    """An alarm is raised when L2 or L3 has taken so many blocks and then, for one_way_tier_s, was asked for as many and
+    gave none."""
+    one_way_tier_s: float = setting(3600.0, minimum=0.1)
+    """Window of one_way_tier_blocks."""
     onboard_min_blocks: int = setting(2, minimum=1)
-    """Fewest missing full blocks that are worth asking kvstore for."""
+    """Fewest missing full blocks that are worth asking the lower tiers for."""
     onboard_deadline_s: float = setting(2.0, minimum=0.05)
-    """Longest time that a request waits for blocks from kvstore before it computes them."""
+    """Longest time that a request waits for blocks from lower tiers before it computes them."""
+    onboard_choice: str = setting("predicted", choices=("predicted", "always"))
+    """Whether blocks are loaded where that is predicted to be quicker than computing them, or always."""
+
+    prefill_policy: str = setting("fair", choices=("fair", "quota", "shortest", "fcfs"))
+    """Order in which prompts are computed: fair (by arrival and predicted work, each wait bounded), quota (long prompts
+    take turns), shortest (least work first, long ones may starve), fcfs."""
+    fair_stretch: float = setting(3.0, minimum=0.0)
+    """Policy fair: for how many times its own predicted seconds a prompt lets later ones pass; 0 is fcfs."""
+    fair_slack_s: float = setting(60.0, minimum=0.0)
+    """Policy fair: the longest time for which any prompt lets later ones pass."""
+    tenant_burst_s: float = setting(1.0, minimum=0.0)
+    """Engine seconds that one tenant may have had more than another that waits before it steps back."""
+    kv_high_water: float = setting(0.95, minimum=0.1)
+    """Share of the pool in use from which routers send elsewhere and runaways give way; above 1: never."""
+    forecast_growth: bool = False
+    """Admit only requests whose expected growth, with everybody else's, stays below kv_high_water."""
+    most_tpot_load: float = setting(0.0, minimum=0.0)
+    """Admit no more once the predicted time per output token passes so many times the target; 0: no limit."""
+
+    growth_wait_s: float = setting(0.5, minimum=0.0, maximum=60.0)
+    """Longest time for which a request that grows waits for blocks that transfers are about to give back, before
+    somebody is preempted; never longer than computing the victim anew is predicted to take. 0: it does not wait."""
+    small_chunk_load: float = setting(2.0, minimum=0.0)
+    """Prompts get smaller chunks while the time per output token is so many times its target; 0: never."""
+    move_wait_s: float = setting(1.0, minimum=0.0)
+    """Longest time for which another instance with room is sought for an output that must give way; 0: never."""
 
     load_interval_s: float = setting(0.25, minimum=0.05, maximum=10.0)
     """Time between load reports."""

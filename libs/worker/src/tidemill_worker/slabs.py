@@ -87,20 +87,3 @@ def next_slab(sent: int, complete: int, total: int | None, max_blocks: int, with
     if count <= 0 and not (last and with_sequence):
         return None
     return SlabRange(sent, max(0, count), last and with_sequence)
-
-
-def convertible(kv_format: str, other: str) -> bool:
-    """Whether KV of one format can be turned into the other: all is equal but the dtypes of paged and window groups."""
-    return _without_dtypes(kv_format) == _without_dtypes(other)
-
-
-def _without_dtypes(kv_format: str) -> list[list[str]]:
-    version, _, rest = kv_format.partition("/")
-    block, _, groups = rest.partition("/")
-    shapes = []
-    for group in groups.split(","):
-        parts = group.split(":")
-        if len(parts) > 2 and parts[1] != "state":
-            parts[2] = ""
-        shapes.append(parts)
-    return [[version, block], *shapes]

@@ -6,7 +6,7 @@ from tidemill_engine.messages import LoadSample
 from tidemill_worker.worker import Worker
 
 
-def holds_of(worker: Worker, samples: Sequence[LoadSample], l3: Mapping[str, int]) -> dict[str, int]:
+def holds_of(worker: Worker, samples: Sequence[LoadSample], tiers: Mapping[str, int]) -> dict[str, int]:
     """`streams` counts the gateways that have live requests here, since connected ones stay connected."""
     return {
         "requests": len(worker.table),
@@ -16,8 +16,7 @@ def holds_of(worker: Worker, samples: Sequence[LoadSample], l3: Mapping[str, int
         "transfers": len(worker.transfers),
         "pinned_blocks": sum(sample.pinned_blocks for sample in samples),
         "used_blocks": sum(sample.used_blocks for sample in samples),
-        "onboards": l3.get("onboards", 0),
-        "offloads": l3.get("offloads", 0),
+        **tiers,
     }
 
 

@@ -7,6 +7,7 @@ from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
 from tidemill_kvcache.hashing import chain_root, tenant_salt
 from tidemill_mesh.errors import MeshError, code_name
+from tidemill_worker.moves import VERDICT_S
 from tidemill_worker.requests import LiveRequest, SourceProgress
 from tidemill_worker.sessions import GatewaySession
 from tidemill_worker.translate import failed_output, invalid, to_key, to_submit
@@ -27,6 +28,7 @@ def take_submits(worker: Worker, session: GatewaySession, submits: list[worker_p
             log.info("submit refused", request_id=submit.key.request_id, error=str(error), field=error.field)
             session.push_output(failed_output(to_key(submit.key), error), submit.domain)
         else:
+            worker.admitted(worker.domains[submit.domain], command)
             worker.domains[submit.domain].send(command)
             log.debug("submitted", request_id=submit.key.request_id, stage=command.stage, domain=submit.domain)
 
@@ -37,7 +39,8 @@ def admit(worker: Worker, session: GatewaySession, submit: worker_pb2.Submit) ->
     command = to_submit(
         submit,
         hash_salt=request_root(worker, submit.tenant, submit.adapter),
-        hold_s=worker.settings.hold_s,
+        # The engine must not free blocks that a fetch may still read here: this worker ends the hold.
+        hold_s=worker.settings.hold_s + VERDICT_S,
         default_slo_ttft_s=worker.settings.slo_ttft_s,
         default_slo_tpot_s=worker.settings.slo_tpot_s,
     )
@@ -55,6 +58,8 @@ def admit(worker: Worker, session: GatewaySession, submit: worker_pb2.Submit) ->
         deadline_at=worker.clock() + submit.deadline_s,
         progress=SourceProgress(total_tokens=len(command.token_ids)),
         source=submit.source if command.stage == "decode" else None,
+        block_sources=submit.block_sources,
+        stores=submit.stores,
         goes_on=command.sampling.max_tokens > emitted + 1,
     )
     worker.table.add(live)

@@ -31,7 +31,7 @@ class Pending:
 
 
 class RankTransfers:
-    """Sends SendKV and RecvKV to ranks and hands their answers back to who awaits them."""
+    """Sends transfer commands to ranks and hands their answers back to who awaits them."""
 
     def __init__(self, planned_bytes_per_s: float, on_bytes: Callable[[str, int], None]) -> None:
         self.bytes_per_s = planned_bytes_per_s
@@ -56,6 +56,14 @@ class RankTransfers:
         self._on_bytes("received", done.size_bytes)
         return done
 
+    async def save_host(self, domain: Domain, rank: int, command: messages.SaveHost) -> messages.TransferDone:
+        """Has a rank copy blocks to L2."""
+        return await self._ask(domain, rank, command)
+
+    async def load_host(self, domain: Domain, rank: int, command: messages.LoadHost) -> messages.TransferDone:
+        """Has a rank copy blocks from L2; returns or raises only once the rank no longer touches the blocks."""
+        return await self._ask(domain, rank, command)
+
     def answered(self, report: messages.TransferDone | messages.TransferFailed) -> None:
         """Takes a rank's answer."""
         pending = self._pending.pop(report.transfer_id, None)
@@ -76,7 +84,10 @@ class RankTransfers:
                 )
 
     async def _ask(
-        self, domain: Domain, rank: int, command: messages.SendKV | messages.RecvKV
+        self,
+        domain: Domain,
+        rank: int,
+        command: messages.SendKV | messages.RecvKV | messages.SaveHost | messages.LoadHost,
     ) -> messages.TransferDone:
         if not domain.up:
             raise RankTransferError(errors_pb2.ERROR_CODE_WORKER_LOST, "the rank that held the bytes is gone")
@@ -95,7 +106,7 @@ class RankTransfers:
             ) from None
         except asyncio.CancelledError:
             domain.send_rank(rank, messages.CancelTransfer(command.transfer_id))
-            await _settle(pending.answer, give_up_at - time.monotonic())
+            await _settle(pending.answer, give_up_at)
             raise
         finally:
             self._pending.pop(command.transfer_id, None)
@@ -108,11 +119,17 @@ class RankTransfers:
         self.measured = True
 
 
-async def _settle(answer: "asyncio.Future[messages.TransferDone]", timeout_s: float) -> None:
-    """Waits for the rank's last word on a cancelled transfer, so that its blocks may be used again."""
-    with suppress(TimeoutError, RankTransferError):
-        async with asyncio.timeout(max(0.0, timeout_s)):
-            await asyncio.shield(answer)
+async def _settle(answer: "asyncio.Future[messages.TransferDone]", give_up_at: float) -> None:
+    """Waits for the rank's last word on a cancelled transfer, so that its blocks may be used again.
+
+    Who waits may be cancelled once more, by a timeout around the first one or by a group that ends: the rank still
+    writes then, so that only its answer or the end of its time ends the wait.
+    """
+    while not answer.done() and (left_s := give_up_at - time.monotonic()) > 0:
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([answer], timeout=left_s)
+    if answer.done():
+        answer.exception()  # Else the loop would report a failure that nobody asked for any more.
 
 
 def _failure(error: messages.EngineError) -> RankTransferError:

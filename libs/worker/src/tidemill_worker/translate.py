@@ -113,6 +113,7 @@ def to_submit(
         sampling=to_sampling(submit.sampling),
         hash_salt=hash_salt,
         tenant=submit.tenant,
+        tenant_weight=submit.tenant_weight or 1.0,
         priority=submit.priority,
         deadline_s=submit.deadline_s,
         credit_tokens=submit.credit_tokens,
@@ -135,7 +136,7 @@ def from_output(output: messages.Output) -> worker_pb2.Output:
     if output.error is not None:
         sent.error.CopyFrom(from_error(output.error))
     if output.cached_l1 >= 0:
-        sent.cached.CopyFrom(common_pb2.TierTokens(l1=output.cached_l1, l3=output.cached_l3))
+        sent.cached.CopyFrom(common_pb2.TierTokens(l1=output.cached_l1, l2=output.cached_l2, l3=output.cached_l3))
     return sent
 
 
@@ -196,6 +197,7 @@ def from_state(
             tail_tokens=state.computed_tokens % block_size,
         ),
         drafter=state.drafter,
+        rounded_kv=state.rounded_kv,
     )
 
 
@@ -219,4 +221,5 @@ def to_state(state: worker_pb2.RequestState) -> RequestState:
         grammar_digest=state.constraint.grammar_digest,
         grammar_consumed_token_ids=to_tokens(state.constraint.consumed_token_ids, "state.constraint"),
         drafter=state.drafter,
+        rounded_kv=state.rounded_kv,
     )

@@ -13,9 +13,11 @@ from tidemill_mesh.channels import Channels
 from tidemill_mesh.errors import MeshError
 from tidemill_worker.counts import WorkerCounts
 from tidemill_worker.domain import Domain
+from tidemill_worker.quarantine import Quarantine
 from tidemill_worker.requests import LiveRequest, RequestTable
 from tidemill_worker.sessions import GatewaySession
 from tidemill_worker.settings import WorkerSettings
+from tidemill_worker.source_plan import Rates
 from tidemill_worker.tickets import DomainId, TicketBook
 from tidemill_worker.transfers import RankTransfers
 from tidemill_worker.translate import failed_output, from_key
@@ -40,9 +42,29 @@ class Worker:
     model: membership_pb2.ModelRef = field(default_factory=membership_pb2.ModelRef)
     hash_root: bytes = b""
     kv_bytes_per_token: int = 0
+    rates: Rates = field(default_factory=Rates)
+    """Of the sources that blocks come from."""
+    admitted: Callable[[Domain, messages.Submit], None] = lambda *_: None
+    """Told of each request before its domain is."""
     domains: list[Domain] = field(default_factory=list)
+    num_moves: int = 0
+    """Offered since the start; names each."""
     sessions: set[GatewaySession] = field(default_factory=set)
     table: RequestTable = field(default_factory=RequestTable)
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.quarantine = Quarantine(
+            settings.quarantine_hits, settings.quarantine_window_s, settings.quarantine_s, self.clock
+        )
+
+    def arrived_damaged(self, source: str) -> MeshError:
+        """Counts a transfer whose bytes are not the ones that an instance sent; the error of whoever asked for it."""
+        self.counts.damaged_transfer()
+        begins = self.quarantine.damaged(source)
+        log.error("a transfer arrived damaged", source=source, quarantine_begins=begins)
+        return MeshError(errors_pb2.ERROR_CODE_WORKER_LOST, "the bytes received are not the bytes sent")
 
     def domain_id(self, domain: Domain) -> DomainId:
         """The domain's present run."""
@@ -77,7 +99,7 @@ class Worker:
 
     def fail(self, live: LiveRequest, error: MeshError) -> None:
         """Ends a request with an error that its gateway is told, unless its last output is out already."""
-        told = live.held_until is not None
+        told = live.is_told
         if not self._end(live, error):
             return
         self.domain_of(live).send(messages.Abort(live.key))
@@ -88,7 +110,7 @@ class Worker:
 
     def abort(self, live: LiveRequest, why: str, *, tell: bool) -> None:
         """Ends a request that nobody wants any more, in whatever state it is."""
-        told = live.held_until is not None
+        told = live.is_told
         if not self._end(live, MeshError(errors_pb2.ERROR_CODE_CANCELLED, why)):
             return
         self.domain_of(live).send(messages.Abort(live.key))
@@ -112,7 +134,7 @@ class Worker:
         self.domain_of(live).send(messages.Release(live.key))
         live.released = True
         if live.held_until is not None:
-            self.finished(live, "handed_over")
+            self.finished(live, "handed_over" if live.move is None else "moved")
 
     def _end(self, live: LiveRequest, failure: MeshError) -> bool:
         if not self.table.remove(live, failure):

@@ -65,7 +65,7 @@ async def run(context: ServiceContext, settings: AutoscalerSettings, controller:
             controller.step(source_healthy=context.bus.connected)
         except Exception:
             context.log.exception("a step failed; the next one follows")
-        await wait_up_to(context.drain.requested.wait(), settings.tick_s)
+        await wait_up_to(context.drain.requested, settings.tick_s)
 
 
 def make_controller(

@@ -98,9 +98,8 @@ class LocalActuator:
         self._kill_at.setdefault(record, self._clock())
 
     def managed(self, role: str) -> list[Managed]:
-        now = time.time()
         return [
-            Managed(record.name, max(0.0, now - record.started_unix_s), processes.alive(record), self._stopping(record))
+            Managed(record.name, processes.age_s(record), processes.alive(record), self._stopping(record))
             for record in self._records()
             if record.name.startswith(f"{role}-{MARK}-")
         ]

@@ -165,7 +165,7 @@ class PoolPlanner:
             return withdraw(seen.pending, f"load {self.load:.2f} is below {limit:g} again")
         if serving <= max(1, self.bounds.min_replicas) or not self._history.covers(now, after_s):
             return None
-        projected = self._history.peak(now, after_s) * serving / (serving - 1)
+        projected = with_one_less(self._history.peak(now, after_s), seen.serving)
         if projected >= limit:
             return None
         return self._stop_one(now, seen, f"{serving - 1} would have had at most load {projected:.2f} for {after_s:g} s")
@@ -179,6 +179,12 @@ class PoolPlanner:
         if not ours:
             return Decision(Action.HOLD, f"{reason}, but all were started by hand")
         return Decision(Action.STOP, reason, victim(ours).instance)
+
+
+def with_one_less(load: float, serving: tuple[Worker, ...]) -> float:
+    """The load that the others would have had: what is not fixed is shared by one less."""
+    fixed = min(load, min(worker.fixed_load for worker in serving))
+    return fixed + (load - fixed) * len(serving) / (len(serving) - 1)
 
 
 def victim(workers: list[Worker]) -> Worker:

@@ -17,6 +17,8 @@ class Worker:
     # Holds no request at all.
     idle: bool = True
     slo_load: float = 0.0
+    # The part of it that stays, however little there is to do.
+    fixed_load: float = 0.0
     # Seconds since its latest load report arrived; infinite: none yet.
     load_age_s: float = math.inf
 

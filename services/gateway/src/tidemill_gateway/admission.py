@@ -1,15 +1,18 @@
 """Which requests may run now: places, a bounded queue for them, live request ids, and the drain."""
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tidemill.v1 import errors_pb2
 from tidemill_mesh.errors import MeshError
 
-RETRY_AFTER_S = 1.0
+FIRST_GUESS_S = 1.0
+SMOOTHING = 0.05
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +29,23 @@ class AdmissionLimits:
 class Admission:
     """Counts and orders live requests; first come, first served."""
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    def __init__(self, limits: AdmissionLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.draining = False
         self.running = 0
         self.live_ids: set[str] = set()
         self._limits = limits
+        self._clock = clock
+        self._mean_s = FIRST_GUESS_S
+        """How long a place is taken."""
         self._tenants: Counter[str] = Counter()
         self._queue: deque[asyncio.Future[None]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def mean_request_s(self) -> float:
+        """How long a request takes here."""
+        return self._mean_s
 
     @property
     def queued(self) -> int:
@@ -50,9 +61,11 @@ class Admission:
         self._idle.clear()
         try:
             await self._take_place()
+            start = self._clock()
             try:
                 yield
             finally:
+                self._mean_s += SMOOTHING * (self._clock() - start - self._mean_s)
                 self._give_place()
         finally:
             self.live_ids.discard(request_id)
@@ -79,9 +92,11 @@ class Admission:
             )
         limit = self._limits.per_tenant
         if limit and self._tenants[tenant] >= limit:
-            raise _exhausted("the tenant has too many requests at once", f"{limit} requests")
+            ends_in_s = self._mean_s / self._tenants[tenant]
+            raise _exhausted("the tenant has too many requests at once", f"{limit} requests", ends_in_s)
         if self.running >= self._limits.running and len(self._queue) >= self._limits.queued:
-            raise _exhausted("the gateway is full", f"{self._limits.running}+{self._limits.queued} requests")
+            room = f"{self._limits.running}+{self._limits.queued} requests"
+            raise _exhausted("the gateway is full", room, self._mean_s / self._limits.running)
 
     async def _take_place(self) -> None:
         if self.running < self._limits.running:
@@ -99,7 +114,8 @@ class Admission:
                 self._queue.remove(turn)
             if isinstance(error, TimeoutError):
                 limit = f"{self._limits.queue_wait_s:g} s"
-                raise _exhausted("no place became free in time", limit) from error
+                drained_s = self._mean_s * (len(self._queue) + 1) / self._limits.running
+                raise _exhausted("no place became free in time", limit, drained_s) from error
             raise
 
     def _give_place(self) -> None:
@@ -110,5 +126,7 @@ class Admission:
             self.running -= 1
 
 
-def _exhausted(message: str, limit: str) -> MeshError:
-    return MeshError(errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, message, limit=limit, retry_after_s=RETRY_AFTER_S)
+def _exhausted(message: str, limit: str, retry_after_s: float) -> MeshError:
+    """`retry_after_s`: when room is predicted, as running requests end evenly spread over their mean time."""
+    wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s))
+    return MeshError(errors_pb2.ERROR_CODE_RESOURCE_EXHAUSTED, message, limit=limit, retry_after_s=wait_s)

@@ -24,6 +24,11 @@ class Keys:
         self._tenants = tenants
         """By digest; None: no keys are asked for."""
 
+    @property
+    def asked_for(self) -> bool:
+        """Whether callers need a key."""
+        return self._tenants is not None
+
     def tenant(self, authorization: str) -> str:
         """The tenant of an Authorization header; UNAUTHENTICATED without a known key."""
         if self._tenants is None:

@@ -15,13 +15,24 @@ MAX_PARALLEL_CALLS = 8
 
 def grammar_of(spec: GenerationSpec) -> Grammar | None:
     """The grammar of a request; None: free text."""
-    if spec.tools and spec.tool_mode in ("required", "named"):
-        return _schema_grammar("tools", json.dumps(_calls_schema(spec)))
+    if _calls_are_due(spec):
+        return _schema_grammar(grammar_field(spec), _calls_schema_text(spec))
     if spec.response_format == "json_object":
         return _grammar(Grammar.KIND_JSON_OBJECT, "")
     if spec.response_format == "json_schema":
-        return _schema_grammar("response_format.json_schema", spec.json_schema)
+        return _schema_grammar(grammar_field(spec), spec.json_schema)
     return None
+
+
+def grammar_field(spec: GenerationSpec) -> str:
+    """What the caller calls the field that a grammar was made of."""
+    if _calls_are_due(spec):
+        return "tools"
+    return "response_format.json_schema" if spec.response_format == "json_schema" else "response_format"
+
+
+def _calls_are_due(spec: GenerationSpec) -> bool:
+    return bool(spec.tools) and spec.tool_mode in ("required", "named")
 
 
 def _schema_grammar(field: str, text: str) -> Grammar:
@@ -39,6 +50,13 @@ def _schema_grammar(field: str, text: str) -> Grammar:
 def _grammar(kind: "Grammar.Kind.ValueType", text: str) -> Grammar:
     digest = hashlib.sha256(f"{kind}:{text}".encode()).hexdigest()
     return Grammar(kind=kind, text=text, digest=digest)
+
+
+def _calls_schema_text(spec: GenerationSpec) -> str:
+    try:
+        return json.dumps(_calls_schema(spec))
+    except RecursionError as error:
+        raise invalid(grammar_field(spec), "a tool's parameters are nested too deeply") from error
 
 
 def _calls_schema(spec: GenerationSpec) -> dict[str, Any]:

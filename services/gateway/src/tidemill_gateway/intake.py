@@ -10,7 +10,7 @@ from tidemill.mesh.v1.worker_pb2 import Grammar, Sampling
 from tidemill_gateway.flow.plan import ChoicePlan, choice_seed, pack_tokens
 from tidemill_gateway.grammar import grammar_of
 from tidemill_gateway.models.served_model import ServedModel
-from tidemill_gateway.spec import GenerationSpec, SamplingSpec
+from tidemill_gateway.spec import GenerationSpec, SamplingSpec, Tool
 from tidemill_gateway.validation import (
     ModelLimits,
     check_against_model,
@@ -18,6 +18,7 @@ from tidemill_gateway.validation import (
     invalid,
     new_seed,
     resolve_max_tokens,
+    too_long,
     with_generation_defaults,
 )
 from tidemill_kvcache.hashing import chain_root, hash_blocks, join_hashes, tenant_salt
@@ -41,7 +42,7 @@ class Prepared:
 async def prepare(
     spec: GenerationSpec, model: ServedModel, limits: ModelLimits, salt: bytes, default_max_tokens: int
 ) -> Prepared:
-    """Turns a request that passed `check_request` into plans of its choices."""
+    """Turns a request that passed `check_request` into plans of its choices; its spec loses the input."""
     check_against_model(spec, limits)
     grammar = grammar_of(spec)
     prompts = await _tokenise(spec, model, limits)
@@ -60,7 +61,16 @@ async def prepare(
         for index in range(i * n, (i + 1) * n):
             own = _sampling(sampling, max_tokens, choice_seed(seed, index), stop_token_ids, grammar)
             choices.append(ChoicePlan(index, packed, len(prompt), hashes, own))
+    _forget_input(spec)
     return Prepared(spec, model, tuple(choices), sum(map(len, prompts)), frozenset(stop_token_ids))
+
+
+def _forget_input(spec: GenerationSpec) -> None:
+    """A request may run for an hour, and its bytes count no more: of what was read it keeps what its answer needs."""
+    spec.chat, spec.prompts, spec.json_schema = None, [], ""
+    spec.tools = [] if spec.tool_mode == "none" else [Tool(tool.name) for tool in spec.tools]
+    if spec.tool_mode != "named":
+        spec.tool_name = ""
 
 
 def request_salt(cache_secret: bytes, tenant: str) -> bytes:
@@ -72,7 +82,7 @@ async def _tokenise(spec: GenerationSpec, model: ServedModel, limits: ModelLimit
     if spec.chat is not None:
         tools = spec.tools if spec.tool_mode != "none" else []
         text = model.chat_prompt(spec.chat, tools)
-        prompts = [await model.encode(text, add_special_tokens=False)]
+        prompts = [await _encode(spec, text, model, limits, add_special_tokens=False)]
     else:
         prompts = [await _prompt_tokens(spec, prompt, model, limits) for prompt in spec.prompts]
     if not all(prompts):
@@ -84,10 +94,21 @@ async def _prompt_tokens(
     spec: GenerationSpec, prompt: str | list[int], model: ServedModel, limits: ModelLimits
 ) -> list[int]:
     if isinstance(prompt, str):
-        return await model.encode(prompt, add_special_tokens=True)
+        return await _encode(spec, prompt, model, limits, add_special_tokens=True)
     if len(prompt) <= limits.context_tokens:
         check_token_ids(spec.prompt_field, prompt, limits.vocab_size)
     return prompt
+
+
+async def _encode(
+    spec: GenerationSpec, text: str, model: ServedModel, limits: ModelLimits, *, add_special_tokens: bool
+) -> list[int]:
+    space = limits.context_tokens
+    ids = await model.encode_within(text, space, add_special_tokens=add_special_tokens)
+    if ids is None:
+        message = f"the prompt has more tokens than the {space} that the context of {limits.name} holds"
+        raise too_long(spec.prompt_field, message, space)
+    return ids
 
 
 def _check_min_tokens(spec: GenerationSpec, sampling: SamplingSpec, max_tokens: int) -> None:

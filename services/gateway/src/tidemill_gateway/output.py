@@ -8,9 +8,16 @@ from tidemill.mesh.v1.worker_pb2 import Logprobs
 from tidemill_gateway.flow.generation import Tokens
 from tidemill_gateway.intake import Prepared
 from tidemill_gateway.text.choice_text import ChoiceText, TextDelta
-from tidemill_gateway.text.tool_calls import HermesParser, Parsed, ToolCall, WholeOutputParser
+from tidemill_gateway.text.tool_calls import (
+    CallPart,
+    HermesParser,
+    NamedCallParser,
+    RequiredCallsParser,
+    ToolCall,
+)
 
 FinishName = Literal["stop", "length", "tool_calls"]
+CallParser = HermesParser | NamedCallParser | RequiredCallsParser
 
 
 @dataclass(slots=True)
@@ -23,6 +30,9 @@ class ChoiceOutput:
     logprobs: list[Logprobs]
     finish: FinishName | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls that became complete."""
+    call_parts: list[CallPart] = field(default_factory=list)
+    """The same calls, and such as are not complete yet, in pieces."""
     stop_string: str = ""
     ends_with_stop_token: bool = False
     """The last of token_ids is a stop token: it has no text."""
@@ -65,15 +75,16 @@ class ChoicePipe:
         self.finished = output.finish is not None
         return output
 
-    def _parse(self, output: ChoiceOutput, parser: HermesParser | WholeOutputParser) -> None:
+    def _parse(self, output: ChoiceOutput, parser: CallParser) -> None:
         parsed = parser.push(output.text)
         if output.finish is not None:
-            rest = parser.finish()
-            parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
-        if self._one_call and parsed.calls:
-            parsed.calls = parsed.calls[:1]
-            output.finish = "tool_calls"
-        output.text, output.tool_calls = parsed.text, parsed.calls
+            parsed.append(parser.finish())
+        if self._one_call:
+            parsed.parts = [part for part in parsed.parts if part.index == 0]
+            if parsed.calls:
+                parsed.calls = parsed.calls[:1]
+                output.finish = "tool_calls"
+        output.text, output.tool_calls, output.call_parts = parsed.text, parsed.calls, parsed.parts
         self._called = self._called or bool(parsed.calls)
         if output.finish == "stop" and self._called:
             output.finish = "tool_calls"
@@ -86,11 +97,11 @@ def _append(delta: TextDelta, tail: TextDelta) -> None:
     delta.stop_string = tail.stop_string
 
 
-def _parser(prepared: Prepared) -> HermesParser | WholeOutputParser | None:
+def _parser(prepared: Prepared) -> CallParser | None:
     spec = prepared.spec
     if not spec.tools or spec.tool_mode == "none":
         return None
     names = {tool.name for tool in spec.tools}
     if spec.tool_mode == "auto":
         return HermesParser(names)
-    return WholeOutputParser(names, spec.tool_name if spec.tool_mode == "named" else "")
+    return NamedCallParser(spec.tool_name) if spec.tool_mode == "named" else RequiredCallsParser(names)

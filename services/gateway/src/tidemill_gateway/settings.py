@@ -15,6 +15,9 @@ class GatewaySettings(ServiceSettings):
     """Port of the OpenAI HTTP API; 0: any free one."""
     api_keys_file: str = ""
     """File of lines "KEY TENANT" ("sha256:HEX TENANT" hides the key); empty: no keys, every caller is "default"."""
+    tenant_limits_file: str = ""
+    """TOML file of tables [default] and [tenants.NAME]: concurrent_requests, requests_per_minute, tokens_per_minute,
+    weight."""
     cache_secret: str = setting("", secret=True)
     """Secret behind the tenants' block-hash salts; the same on all workers."""
     asset_cache_dir: str = ""
@@ -31,12 +34,22 @@ class GatewaySettings(ServiceSettings):
     """Most choices of one request: prompts x n."""
     max_body_bytes: int = setting(16 << 20, minimum=1024, maximum=1 << 30)
     """Largest HTTP request body."""
+    max_inflight_body_bytes: int = setting(512 << 20, minimum=1 << 20, maximum=1 << 40)
+    """Bytes of all HTTP bodies and gRPC requests that are being read or wait to be accepted; beyond it the answer is
+    RESOURCE_EXHAUSTED."""
+    receive_timeout_s: float = setting(60.0, minimum=0.1, maximum=3600.0)
+    """Longest time for a request to arrive, from its first byte to its last; then the answer is 408, or by gRPC
+    DEADLINE_EXCEEDED."""
     max_concurrent_requests: int = setting(1024, minimum=1, maximum=65536)
     """Requests that run at once."""
     max_queued_requests: int = setting(256, minimum=0, maximum=65536)
     """Requests that may wait for one of these places; beyond it the answer is RESOURCE_EXHAUSTED."""
     max_tenant_requests: int = setting(0, minimum=0, maximum=65536)
     """Requests of one tenant that run or wait at once; 0: no limit."""
+    shed_load: float = setting(4.0, minimum=0.0)
+    """SLO load of the least loaded instance of a kind from which requests of low classes are refused; 0: never."""
+    shed_below_priority: int = setting(0, minimum=-100, maximum=101)
+    """The classes that are refused then: those of a lower priority."""
     queue_wait_s: float = setting(10.0, minimum=0.0, maximum=3600.0)
     """Longest wait for a place."""
     placement_wait_s: float = setting(10.0, minimum=0.0, maximum=3600.0)

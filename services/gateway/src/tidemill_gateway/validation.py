@@ -48,8 +48,13 @@ def unsupported(field: str, message: str) -> MeshError:
 def check_number(field: str, value: float, low: float, high: float, *, above_low: bool = False) -> None:
     """Refuses what is outside low..high; NaN is outside of everything."""
     if not (low <= value <= high) or (above_low and value == low):
-        limit = f"{'(' if above_low else '['}{low:g}..{high:g}]"
+        limit = f"{'(' if above_low else '['}{_plain(low)}..{_plain(high)}]"
         raise invalid(field, f"must be in {limit}, got {value!r}", limit)
+
+
+def _plain(bound: float) -> str:
+    """All digits of a whole number, so that a caller may copy it."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 def check_request(spec: GenerationSpec, limits: Limits) -> None:
@@ -166,6 +171,8 @@ def _check_tools(spec: GenerationSpec) -> None:
         raise invalid("tool_choice", f"there is no tool {spec.tool_name!r}")
     if spec.tool_mode in ("required", "named") and spec.response_format != "text":
         raise unsupported("response_format", "cannot be combined with a required tool call")
+    if spec.tools and spec.tool_mode == "auto" and spec.response_format != "text":
+        raise unsupported("response_format", "would leave no way to call a tool; set tool_choice to none")
     if spec.response_format == "json_schema" and not spec.json_schema:
         raise invalid("response_format.json_schema", "must not be empty")
 
@@ -209,25 +216,29 @@ def resolve_max_tokens(spec: GenerationSpec, prompt_tokens: int, model: ModelLim
     holder = f"the context of {model.name}" if space == model.context_tokens else "the largest KV pool"
     left = space - prompt_tokens
     if left < 1:
-        raise _too_long(spec.prompt_field, f"the prompt has {prompt_tokens} tokens; {holder} holds {space}", space)
+        raise too_long(spec.prompt_field, f"the prompt has {prompt_tokens} tokens; {holder} holds {space}", space)
     wanted = spec.sampling.max_tokens
     least = spec.sampling.min_tokens or 0
     if wanted is None:
         wanted = least if least > left else max(min(left, default_max_tokens), least)
     if wanted > left:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the {space} of {holder}"
-        raise _too_long(f"{spec.sampling_prefix}max_tokens", message, space)
+        raise too_long(f"{spec.sampling_prefix}max_tokens", message, space)
     return wanted
 
 
-def _too_long(field: str, message: str, space: int) -> MeshError:
+def too_long(field: str, message: str, space: int) -> MeshError:
+    """CONTEXT_TOO_LONG with the tokens that there is space for."""
     return MeshError(errors_pb2.ERROR_CODE_CONTEXT_TOO_LONG, message, field=field, limit=f"{space} tokens")
+
+
+_SAMPLING_FIELDS = tuple(item.name for item in fields(SamplingSpec))
 
 
 def with_generation_defaults(sampling: SamplingSpec, defaults: SamplingSpec) -> SamplingSpec:
     """The sampling of a request with the model's generation defaults where it says nothing."""
-    given = {item.name: getattr(defaults, item.name) for item in fields(SamplingSpec)}
-    absent = {name: value for name, value in given.items() if value and getattr(sampling, name) is None}
+    given = ((name, getattr(defaults, name)) for name in _SAMPLING_FIELDS)
+    absent = {name: value for name, value in given if value and getattr(sampling, name) is None}
     return replace(sampling, **absent) if absent else sampling
 
 

@@ -6,16 +6,18 @@ import socket
 import sys
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import cast
+
+from obstore.exceptions import BaseError
 
 from tidemill.mesh.v1 import common_pb2, membership_pb2
 from tidemill_kvstore.counts import Counts
 from tidemill_kvstore.kvstore import KvStore
+from tidemill_kvstore.open_store import open_store
 from tidemill_kvstore.presence import Presence
 from tidemill_kvstore.servicer import RPCS, servicers
 from tidemill_kvstore.settings import KvStoreSettings
-from tidemill_kvstore.store import FsyncPolicy, SegmentStore, StoreLocked
+from tidemill_kvstore.store import StoreLocked
 from tidemill_mesh.config import load_settings
 from tidemill_mesh.server import BindError, advertised_host, serve_grpc
 from tidemill_mesh.service import ServiceContext, run_service
@@ -32,7 +34,7 @@ async def run(context: ServiceContext) -> None:
     async with AsyncExitStack() as stack:
         try:
             kvstore = await open_kvstore(context, settings)
-        except (StoreLocked, TransferError) as error:
+        except (StoreLocked, TransferError, ValueError, BaseError) as error:
             raise BindError(str(error)) from error
         stack.push_async_callback(kvstore.close)
         server = await stack.enter_async_context(serve_grpc(settings, servicers(kvstore, lambda: identity(context))))
@@ -49,6 +51,7 @@ async def run(context: ServiceContext) -> None:
             host=socket.gethostname(),
             transfer_address=kvstore.agent.address,
             capacity_bytes=kvstore.store.capacity_bytes,
+            tells_snapshots=True,
         )
         registration = await context.membership.register(record)
         registration.on_new_incarnation.append(kvstore.presence.new_incarnation)
@@ -89,19 +92,12 @@ async def open_kvstore(context: ServiceContext, settings: KvStoreSettings) -> Kv
     return KvStore(settings, store, agent, presence, Counts(context.metrics))
 
 
-def open_store(settings: KvStoreSettings) -> SegmentStore:
-    """The store that the settings describe; reads the headers of all that is on disk."""
-    fsync = cast(FsyncPolicy, settings.fsync)
-    folder = Path(settings.data_dir).expanduser()
-    return SegmentStore(folder, settings.capacity_bytes, settings.segment_bytes, fsync)
-
-
 async def keep_telling(kvstore: KvStore) -> None:
     """Heartbeats of the KV events, late events, and gauges."""
     while True:
         kvstore.tell()
         kvstore.presence.heartbeat()
-        kvstore.counts.show(kvstore.store, kvstore.budget)
+        kvstore.counts.show(kvstore.store, kvstore.holds)
         await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -1,7 +1,8 @@
 """The kvstore's metrics."""
 
-from tidemill_kvstore.budget import ByteBudget
-from tidemill_kvstore.store import SegmentStore
+from collections.abc import Mapping
+
+from tidemill_kvstore.block_store import BlockStore
 from tidemill_mesh.metrics import Metrics
 
 _STORE_COUNTERS = {
@@ -9,9 +10,11 @@ _STORE_COUNTERS = {
     "written_bytes": "Bytes written to disk.",
     "evicted_blocks": "Blocks deleted to make room.",
     "kept_blocks": "Blocks that outlived their segment because they were read.",
+    "compacted_blocks": "Blocks moved out of segments that were mostly dead.",
+    "over_quota_blocks": "Blocks dropped because their tenant has too many.",
     "damaged_blocks": "Blocks whose bytes on disk were not those that were written.",
     "missing_segments": "Segment files that somebody else deleted.",
-    "disk_errors": "Writes that the disk refused.",
+    "disk_errors": "Writes that the disk refused, reads that failed without a word about the block.",
     "bad_records": "Damaged or cut records met at the start.",
     "truncated_bytes": "Bytes of cut records removed at the start.",
 }
@@ -51,7 +54,7 @@ class Counts:
         self._bytes.labels(direction=direction).inc(size_bytes)
         self._add(f"bytes_{direction}", size_bytes)
 
-    def show(self, store: SegmentStore, budget: ByteBudget) -> None:
+    def show(self, store: BlockStore, holds: Mapping[str, int]) -> None:
         """Brings gauges and the store's own counters up to date."""
         for name, counter in self._store.items():
             counter.inc(store.counters[name] - self._shown.get(name, 0))
@@ -59,8 +62,8 @@ class Counts:
         self._used.set(store.used_bytes)
         self._capacity.set(store.capacity_bytes)
         self._stored_blocks.set(store.num_blocks)
-        self._inflight.set(budget.used_bytes)
-        self._waiting.set(budget.num_waiting)
+        self._inflight.set(holds["inflight_bytes"])
+        self._waiting.set(holds["waiting"])
 
     def _add(self, name: str, count: int) -> None:
         self.totals[name] = self.totals.get(name, 0) + count

@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 import structlog
 
 from tidemill.mesh.v1 import kvstore_pb2
+from tidemill_kvstore.block_store import Bytes
 from tidemill_kvstore.budget import Hold
 from tidemill_kvstore.index import Entry
 from tidemill_kvstore.kvstore import KvStore
 from tidemill_kvstore.requests import deadline_of, hashes_of, to_block_header
-from tidemill_kvstore.segment import Bytes
 from tidemill_transfer.errors import TransferError
 
 log = structlog.get_logger()
@@ -27,12 +28,15 @@ async def get(kvstore: KvStore, request: kvstore_pb2.GetRequest) -> kvstore_pb2.
         good = 0
         if entries:
             size = sum(entry.header.size_bytes for entry in entries)
-            hold = await kvstore.budget.take(size, deadline - time.monotonic())
+            hold = await kvstore.get_budget.take(size, deadline - time.monotonic())
             good = await _read_and_send(kvstore, request, entries, hold, deadline)
             if good < len(entries):
                 kvstore.tell()
+                # A disk seldom damages one block alone: the others are looked at before anybody waits for them.
+                kvstore.spawn(kvstore.check(entries[good + 1 :]))
         kvstore.counts.blocks("hit", good)
         kvstore.counts.blocks("missed", len(hashes) - good)
+        log.debug("blocks read", asked=len(hashes), given=good)
         headers = [to_block_header(entry.header) for entry in entries[:good]]
         return kvstore_pb2.GetResponse(blocks=headers, size_bytes=sum(header.size_bytes for header in headers))
 
@@ -44,7 +48,7 @@ async def _read_and_send(
     sending = False
     try:
         buffer = np.empty(sum(entry.header.size_bytes for entry in entries), np.uint8)
-        good = await kvstore.in_thread(kvstore.readers, hold, deadline, kvstore.store.read, entries, buffer)
+        good = await kvstore.read(hold, deadline, entries, buffer)
         if good:
             size = sum(entry.header.size_bytes for entry in entries[:good])
             kvstore.spawn(_send(kvstore, request, buffer[:size], hold, deadline))
@@ -70,9 +74,17 @@ async def _send(kvstore: KvStore, request: kvstore_pb2.GetRequest, data: Bytes, 
 def has(kvstore: KvStore, request: kvstore_pb2.HasRequest) -> kvstore_pb2.HasResponse:
     """Answers a Has from the index alone."""
     entries = kvstore.store.peek(request.kv_format, request.shard, hashes_of(request.block_hashes))
-    bits = sum(1 << index for index, entry in enumerate(entries) if entry.header.has_snapshot)
+    leading = list(takewhile(lambda entry: entry is not None, entries))
+    log.debug("blocks looked up", asked=len(entries), leading=len(leading))
     return kvstore_pb2.HasResponse(
-        num_blocks=len(entries),
-        snapshot_bitmap=bits.to_bytes((len(entries) + 7) // 8, "little"),
-        size_bytes=sum(entry.header.size_bytes for entry in entries),
+        num_blocks=len(leading),
+        snapshot_bitmap=_bitmap([entry is not None and entry.header.has_snapshot for entry in entries]),
+        present_bitmap=_bitmap([entry is not None for entry in entries]),
+        size_bytes=sum(entry.header.size_bytes for entry in leading if entry is not None),
+        shards=kvstore.store.shards(request.kv_format),
     )
+
+
+def _bitmap(flags: Sequence[bool]) -> bytes:
+    bits = sum(1 << index for index, flag in enumerate(flags) if flag)
+    return bits.to_bytes((len(flags) + 7) // 8, "little")

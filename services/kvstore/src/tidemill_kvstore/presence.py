@@ -6,10 +6,10 @@ The store speaks as one domain, 0, whose epoch is its incarnation.
 from collections.abc import Callable, Iterable, Iterator
 
 from tidemill.mesh.v1 import common_pb2, events_pb2, worker_pb2
-from tidemill_kvcache.events import EventSequencer, removed_event, stored_event
+from tidemill_kvcache.events import EventSequencer, removed_event, snapshots_removed_event, stored_event
 from tidemill_kvcache.hashing import HASH_BYTES
 from tidemill_kvcache.mirror import BlockMirror
-from tidemill_kvcache.runs import CacheEvent, RemovedRun, StoredRun
+from tidemill_kvcache.runs import CacheEvent, DroppedSnapshots, RemovedRun, StoredRun
 from tidemill_mesh.load import kv_subject
 
 MAX_HASHES = 16384
@@ -55,6 +55,13 @@ class Presence:
         """Repeats the sequence when nothing happened for a second."""
         self._send(self._sequencer.heartbeat())
 
+    def replay(self, known: common_pb2.DomainRef, sequence: int) -> worker_pb2.GetSnapshotResponse | None:
+        """The batches after one that a router has; None: it needs a snapshot."""
+        batches = self._sequencer.replay(known, sequence)
+        if batches is None:
+            return None
+        return worker_pb2.GetSnapshotResponse(domain=self._sequencer.domain, replay=True, batches=batches, last=True)
+
     def snapshot(self) -> Iterator[worker_pb2.GetSnapshotResponse]:
         """All blocks as of one sequence, in messages of bounded size; the last one says so."""
         domain, sequence = self._sequencer.domain, self._sequencer.sequence
@@ -83,16 +90,28 @@ class Presence:
 def _kv_events(events: Iterable[CacheEvent]) -> Iterator[events_pb2.KvEvent]:
     for event in events:
         if isinstance(event, StoredRun):
-            for piece in _cut(stored_event(event.parent, event.hashes, TIER_L3).stored):
+            told = stored_event(event.parent, event.hashes, TIER_L3, event.kv_format_id, event.has_snapshot)
+            for piece in _cut(told.stored):
                 yield events_pb2.KvEvent(stored=piece)
         elif isinstance(event, RemovedRun):
             for start in range(0, len(event.hashes), MAX_HASHES):
-                yield removed_event(event.hashes[start : start + MAX_HASHES], TIER_L3)
+                yield removed_event(event.hashes[start : start + MAX_HASHES], TIER_L3, event.kv_format_id)
+        elif isinstance(event, DroppedSnapshots):
+            for start in range(0, len(event.hashes), MAX_HASHES):
+                part = event.hashes[start : start + MAX_HASHES]
+                yield snapshots_removed_event(part, TIER_L3, event.kv_format_id)
 
 
 def _cut(run: events_pb2.BlockStored) -> Iterator[events_pb2.BlockStored]:
     parent, step = run.parent_block_hash, MAX_HASHES * HASH_BYTES
     for start in range(0, len(run.block_hashes), step):
         hashes = run.block_hashes[start : start + step]
-        yield events_pb2.BlockStored(parent_block_hash=parent, block_hashes=hashes, tier=run.tier)
+        yield events_pb2.BlockStored(
+            parent_block_hash=parent,
+            block_hashes=hashes,
+            tier=run.tier,
+            kv_format_id=run.kv_format_id,
+            # A whole number of bytes for each piece.
+            snapshot_bitmap=run.snapshot_bitmap[start // step * MAX_HASHES // 8 :][: MAX_HASHES // 8],
+        )
         parent = hashes[-HASH_BYTES:]

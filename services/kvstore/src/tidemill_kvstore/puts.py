@@ -10,10 +10,10 @@ import structlog
 
 from tidemill.mesh.v1 import kvstore_pb2
 from tidemill.v1 import errors_pb2
+from tidemill_kvstore.block_store import Bytes
 from tidemill_kvstore.kvstore import RETRY_AFTER_S, KvStore
 from tidemill_kvstore.record import RecordHeader
 from tidemill_kvstore.requests import deadline_of, headers_of
-from tidemill_kvstore.segment import Bytes
 from tidemill_mesh.errors import MeshError
 from tidemill_transfer.checksum import checksum64
 from tidemill_transfer.errors import TransferError
@@ -27,19 +27,20 @@ async def put(kvstore: KvStore, request: kvstore_pb2.PutRequest) -> kvstore_pb2.
         if kvstore.draining:
             raise MeshError(errors_pb2.ERROR_CODE_UNAVAILABLE, "this kvstore is draining")
         deadline = time.monotonic() + deadline_of(request.deadline_s, kvstore.settings.max_deadline_s)
-        headers = headers_of(request.blocks)
+        headers = headers_of(request.blocks, request.tenant)
         _check_sizes(kvstore, headers)
         total = sum(header.size_bytes for header in headers)
-        with await kvstore.budget.take(total, deadline - time.monotonic()) as hold:
+        with await kvstore.put_budget.take(total, deadline - time.monotonic()) as hold:
             buffer = np.empty(total, np.uint8)
             await _receive(kvstore, request, headers, buffer, deadline)
             kvstore.counts.moved("received", total)
-            verified = await kvstore.in_thread(kvstore.readers, hold, deadline, verify, headers, buffer)
+            verified = await kvstore.in_thread(kvstore.verifier, hold, deadline, verify, headers, buffer)
             good = [block for block in verified if block is not None]
             written = await kvstore.in_thread(kvstore.writer, hold, deadline, kvstore.store.put, good)
         kvstore.tell()
         results = iter(written)
         stored = [block is not None and next(results) for block in verified]
+        log.debug("blocks put", blocks=len(headers), stored=sum(stored))
         return _answer(kvstore, stored, len(headers) - len(good))
 
 
@@ -64,9 +65,9 @@ def _check_sizes(kvstore: KvStore, headers: Sequence[RecordHeader]) -> None:
         if not kvstore.store.fits(header):
             raise MeshError(
                 errors_pb2.ERROR_CODE_TOO_LARGE,
-                "a block is larger than a segment",
+                "a block is larger than this kvstore takes, or than its tenant may store",
                 field=f"blocks[{index}].size_bytes",
-                limit=f"{kvstore.store.segment_bytes} bytes",
+                limit=f"{kvstore.store.max_block_bytes} bytes",
             )
 
 

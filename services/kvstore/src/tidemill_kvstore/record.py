@@ -1,7 +1,10 @@
 """One block on disk: a header that proves itself, then the bytes it speaks of. Pure.
 
 | magic 4 | version u16 | flags u16 | format length u16 | shard length u16 | tokens u32 | payload length u64 |
-| payload checksum u64 | block hash 16 | parent hash 16 | kv_format | shard | header checksum u64 | payload |
+| payload checksum u64 | block hash 16 | parent hash 16 | tenant length u16 | kv_format | shard | tenant |
+| header checksum u64 | payload |
+
+Version 1 had no tenant; its records are still read.
 """
 
 import struct
@@ -11,14 +14,15 @@ from tidemill_kvcache.hashing import HASH_BYTES
 from tidemill_transfer.checksum import checksum64
 
 MAGIC = b"TMKV"
-VERSION = 1
+VERSION = 2
 
-_FIXED = struct.Struct("<4sHHHHIQQ16s16s")
+_FIXED = {1: struct.Struct("<4sHHHHIQQ16s16s"), 2: struct.Struct("<4sHHHHIQQ16s16sH")}
+_BEGIN = struct.Struct("<4sH")
 _CHECKSUM = struct.Struct("<Q")
 _HAS_SNAPSHOT = 1
 _HAS_PARENT = 2
 
-FIXED_BYTES = _FIXED.size
+FIXED_BYTES = _FIXED[VERSION].size
 MAX_NAME_BYTES = 0xFFFF
 
 
@@ -42,6 +46,8 @@ class RecordHeader:
     checksum: int
     has_snapshot: bool
     num_tokens: int
+    tenant: str = ""
+    version: int = VERSION
 
     @property
     def scope(self) -> tuple[str, str]:
@@ -50,11 +56,13 @@ class RecordHeader:
 
 def encode_header(header: RecordHeader) -> bytes:
     """The header as it is written."""
-    names = header.kv_format.encode(), header.shard.encode()
+    names = [header.kv_format.encode(), header.shard.encode()]
+    if header.version > 1:
+        names.append(header.tenant.encode())
     flags = (_HAS_SNAPSHOT if header.has_snapshot else 0) | (_HAS_PARENT if header.parent_hash else 0)
-    fixed = _FIXED.pack(
+    fixed = _FIXED[header.version].pack(
         MAGIC,
-        VERSION,
+        header.version,
         flags,
         len(names[0]),
         len(names[1]),
@@ -63,8 +71,9 @@ def encode_header(header: RecordHeader) -> bytes:
         header.checksum,
         header.block_hash,
         header.parent_hash.ljust(HASH_BYTES, b"\0"),
+        *(len(name) for name in names[2:]),
     )
-    body = fixed + names[0] + names[1]
+    body = fixed + b"".join(names)
     return body + _CHECKSUM.pack(checksum64(body))
 
 
@@ -72,12 +81,9 @@ def header_bytes(fixed: bytes) -> int:
     """Length of the whole header whose first FIXED_BYTES these are; BadRecord when they are not a header's."""
     if len(fixed) < FIXED_BYTES:
         raise ShortRecord("the record ends within its header")
-    magic, version, _, format_bytes, shard_bytes, *_ = _FIXED.unpack_from(fixed)
-    if magic != MAGIC:
-        raise BadRecord("no record begins here")
-    if version != VERSION:
-        raise BadRecord(f"version {version} is not known here")
-    return FIXED_BYTES + int(format_bytes) + int(shard_bytes) + _CHECKSUM.size
+    layout = _layout(fixed)
+    _, _, _, format_bytes, shard_bytes, _, _, _, _, _, *tenant_bytes = layout.unpack_from(fixed)
+    return layout.size + int(format_bytes + shard_bytes + sum(tenant_bytes)) + _CHECKSUM.size
 
 
 def decode_header(encoded: bytes) -> RecordHeader:
@@ -88,15 +94,36 @@ def decode_header(encoded: bytes) -> RecordHeader:
     body = encoded[: length - _CHECKSUM.size]
     if _CHECKSUM.unpack_from(encoded, len(body))[0] != checksum64(body):
         raise BadRecord("the header is damaged")
-    _, _, flags, format_bytes, _, num_tokens, size_bytes, checksum, block_hash, parent = _FIXED.unpack_from(body)
-    names = body[FIXED_BYTES:]
+    layout = _layout(body)
+    fields = layout.unpack_from(body)
+    version, flags, format_bytes, shard_bytes, num_tokens, size_bytes, checksum, block_hash, parent = fields[1:10]
+    names = body[layout.size :]
+    try:
+        kv_format = names[:format_bytes].decode()
+        shard = names[format_bytes : format_bytes + shard_bytes].decode()
+        tenant = names[format_bytes + shard_bytes :].decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord("a name is no text") from error
     return RecordHeader(
         block_hash=block_hash,
         parent_hash=parent if flags & _HAS_PARENT else b"",
-        kv_format=names[:format_bytes].decode(),
-        shard=names[format_bytes:].decode(),
+        kv_format=kv_format,
+        shard=shard,
         size_bytes=size_bytes,
         checksum=checksum,
         has_snapshot=bool(flags & _HAS_SNAPSHOT),
         num_tokens=num_tokens,
+        tenant=tenant,
+        version=version,
     )
+
+
+def _layout(encoded: bytes) -> struct.Struct:
+    """The fixed part of a header that begins like this."""
+    magic, version = _BEGIN.unpack_from(encoded)
+    if magic != MAGIC:
+        raise BadRecord("no record begins here")
+    layout = _FIXED.get(version)
+    if layout is None:
+        raise BadRecord(f"version {version} is not known here")
+    return layout

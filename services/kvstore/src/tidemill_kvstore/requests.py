@@ -47,9 +47,11 @@ def hashes_of(packed: bytes) -> list[bytes]:
     return split_hashes(packed)
 
 
-def headers_of(blocks: Iterable[kvstore_pb2.BlockHeader]) -> list[RecordHeader]:
+def headers_of(blocks: Iterable[kvstore_pb2.BlockHeader], tenant: str) -> list[RecordHeader]:
     """The headers of a put's blocks."""
     headers = []
+    if len(tenant.encode()) > MAX_NAME_BYTES:
+        raise invalid("the tenant's name is too long", "tenant", f"{MAX_NAME_BYTES} bytes")
     for index, block in enumerate(blocks):
         where = f"blocks[{index}]"
         if len(block.block_hash) != HASH_BYTES:
@@ -74,6 +76,7 @@ def headers_of(blocks: Iterable[kvstore_pb2.BlockHeader]) -> list[RecordHeader]:
                 checksum=block.checksum,
                 has_snapshot=block.has_snapshot,
                 num_tokens=max(0, block.num_tokens),
+                tenant=tenant,
             )
         )
     if not 1 <= len(headers) <= MAX_BLOCKS:

@@ -50,6 +50,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             blocks=store.num_blocks,
             holds=self._kvstore.holds,
             counters={**store.counters, **self._kvstore.counts.totals},
+            tenant_bytes=store.tenant_bytes(),
         )
 
 
@@ -65,6 +66,10 @@ class SnapshotServicer:
         if request.domain:
             raise invalid("a kvstore is one domain", "domain", "0")
         self._kvstore.tell()
+        replay = self._kvstore.presence.replay(request.known, request.known_sequence)
+        if replay is not None:
+            yield replay
+            return
         for message in list(self._kvstore.presence.snapshot()):
             yield message
 

@@ -4,10 +4,13 @@ Threads: any number may read while one writes. A block is in the index only once
 verified against its checksum, so that neither a crash nor the disk can make it serve a wrong byte.
 """
 
+import errno
 import fcntl
 import logging
+import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ import numpy as np
 
 from tidemill_kvcache.runs import CacheEvent
 from tidemill_kvstore.index import Entry, Index, key_of
+from tidemill_kvstore.quotas import Quotas
 from tidemill_kvstore.record import BadRecord, RecordHeader
 from tidemill_kvstore.segment import (
     Bytes,
@@ -45,8 +49,16 @@ class StoreLocked(Exception):
 class SegmentStore:
     """Blocks in a folder, up to a capacity."""
 
-    def __init__(self, folder: Path, capacity_bytes: int, segment_bytes: int, fsync: FsyncPolicy = "none") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        segment_bytes: int,
+        fsync: FsyncPolicy = "none",
+        quotas: Quotas | None = None,
+    ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._quotas = quotas or Quotas()
         self.segment_bytes = min(segment_bytes, capacity_bytes // MIN_SEGMENTS)
         self.counters: Counter[str] = Counter()
         self._folder = folder
@@ -61,6 +73,8 @@ class SegmentStore:
         last = max(self._sizes, default=1)
         self._writer = self._open_segment(last if self._sizes.get(last, 0) < self.segment_bytes else last + 1)
         with self._write_lock:
+            for tenant in self.tenant_bytes():
+                self._keep_quota(tenant, 0)
             self._make_room(0)
 
     @property
@@ -73,6 +87,15 @@ class SegmentStore:
         with self._lock:
             return len(self._index)
 
+    @property
+    def max_block_bytes(self) -> int:
+        return self.segment_bytes
+
+    def tenant_bytes(self) -> dict[str, int]:
+        """Bytes of readable blocks by tenant."""
+        with self._lock:
+            return self._index.tenant_bytes()
+
     def take_events(self) -> list[CacheEvent]:
         """What became readable and what went since the last call, in order; the first call tells of all there is."""
         with self._lock:
@@ -80,12 +103,14 @@ class SegmentStore:
 
     def fits(self, header: RecordHeader) -> bool:
         """Whether a block of this size is taken at all."""
-        return record_bytes(header) <= self.segment_bytes
+        quota = self._quotas.of(header.tenant)
+        return record_bytes(header) <= self.segment_bytes and (not quota or header.size_bytes <= quota)
 
     def put(self, blocks: Sequence[tuple[RecordHeader, Bytes]]) -> list[bool]:
         """Stores blocks whose checksums were verified; True for those that are stored now, or were before.
 
-        When the disk refuses, that block and the rest are False and `disk_errors` rises.
+        When the disk refuses, that block and the rest are False and `disk_errors` rises; with fsync = "put" all are,
+        since none is known to be on the disk.
         """
         stored = [False] * len(blocks)
         with self._write_lock:
@@ -99,34 +124,40 @@ class SegmentStore:
             except OSError as error:
                 self._count("disk_errors")
                 _log.error("the disk refuses blocks: %s", error)
+                if self._fsync == "put":
+                    return [False] * len(blocks)
         return stored
 
-    def peek(self, kv_format: str, shard: str, hashes: Sequence[bytes]) -> list[Entry]:
-        """The leading run of these blocks."""
+    def peek(self, kv_format: str, shard: str, hashes: Sequence[bytes]) -> list[Entry | None]:
+        """The entries of these blocks, None for those that are not here."""
         with self._lock:
-            return list(self._index.leading_run(kv_format, shard, hashes))
+            return self._index.peek(kv_format, shard, hashes)
+
+    def shards(self, kv_format: str) -> list[str]:
+        """Shards of which there are blocks in this format."""
+        with self._lock:
+            return self._index.shards(kv_format)
 
     def find(self, kv_format: str, shard: str, hashes: Sequence[bytes], max_bytes: int) -> list[Entry]:
         """The leading run of these blocks, as far as it fits; they count as read."""
-        found = []
         with self._lock:
-            for entry in self._index.leading_run(kv_format, shard, hashes):
-                max_bytes -= entry.header.size_bytes
-                if max_bytes < 0:
-                    break
-                entry.referenced = True
-                found.append(entry)
-        return found
+            return self._index.find(kv_format, shard, hashes, max_bytes)
 
-    def read(self, entries: Sequence[Entry], out: Bytes) -> int:
-        """Reads found blocks one after the other into `out`; returns how many leading ones are whole and verified."""
+    def read(self, entries: Sequence[Entry], out: Bytes, until_s: float = math.inf) -> int:
+        """Reads found blocks one after the other into `out`; returns how many leading ones are whole and verified.
+        Begins no block after `until_s` of the monotonic clock."""
         offset = 0
         for good, entry in enumerate(entries):
             size = entry.header.size_bytes
-            if not self._read_block(entry, out[offset : offset + size]):
+            if time.monotonic() >= until_s or not self._read_block(entry, out[offset : offset + size]):
                 return good
             offset += size
         return len(entries)
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Reads blocks; drops those that are damaged."""
+        for entry in entries:
+            self._read_block(entry, np.empty(entry.header.size_bytes, np.uint8))
 
     def close(self) -> None:
         """Closes the active segment and lets go of the folder; idempotent."""
@@ -148,7 +179,12 @@ class SegmentStore:
             self._segment_missing(entry.segment_id)
             return False
         except (BadRecord, OSError) as error:
-            self._drop_damaged(entry, str(error))
+            if isinstance(error, BadRecord) or error.errno == errno.EIO:
+                self._drop_damaged(entry, str(error))
+            else:
+                # No word about the block: this process is short of descriptors or memory, say.
+                self._count("disk_errors")
+                _log.error("a block of segment %d cannot be read now: %s", entry.segment_id, error)
             return False
         if found != entry.header or checksum64(out) != entry.header.checksum:
             self._drop_damaged(entry, "its checksum differs")
@@ -175,14 +211,13 @@ class SegmentStore:
     # --- writing; all with _write_lock held ---
 
     def _has(self, header: RecordHeader) -> bool:
-        """Whether the block is here; a copy without snapshot does not stand for one with."""
         with self._lock:
-            entry = self._index.get(key_of(header))
-            return entry is not None and (entry.header.has_snapshot or not header.has_snapshot)
+            return self._index.has(header)
 
     def _append(self, header: RecordHeader, payload: Bytes) -> None:
         need = record_bytes(header)
         assert need <= self.segment_bytes, "callers ask fits() first"
+        self._keep_quota(header.tenant, header.size_bytes)
         self._make_room(need)
         self._write(header, payload)
 
@@ -202,8 +237,10 @@ class SegmentStore:
     def _roll(self) -> None:
         if self._fsync != "none":
             self._writer.sync()
+        # Opened first: where that fails, the store must not write to a descriptor that is closed, or another's by now.
+        following = self._open_segment(self._writer.segment_id + 1)
         self._writer.close()
-        self._writer = self._open_segment(self._writer.segment_id + 1)
+        self._writer = following
 
     def _open_segment(self, segment_id: int) -> SegmentWriter:
         writer = SegmentWriter(self._folder, segment_id)
@@ -211,17 +248,38 @@ class SegmentStore:
             self._sizes[segment_id] = writer.size_bytes
         return writer
 
+    def _keep_quota(self, tenant: str, need: int) -> None:
+        """Drops the tenant's own oldest blocks until there is room for `need` bytes within its quota."""
+        quota = self._quotas.of(tenant)
+        with self._lock:
+            while quota and self._index.bytes_of(tenant) + need > quota:
+                oldest = self._index.oldest_of(tenant)
+                if oldest is None:
+                    return
+                self._index.remove(oldest)
+                self.counters["over_quota_blocks"] += 1
+
     def _make_room(self, need: int) -> None:
         while self.used_bytes + need > self.capacity_bytes:
             with self._lock:
-                oldest = min(self._sizes)
-            if oldest == self._writer.segment_id:
+                dead = self._mostly_dead()
+                victim = min(self._sizes) if dead is None else dead
+            if victim == self._writer.segment_id:
                 self._roll()
-            self._evict(oldest)
+            self._evict(victim, keep_all=dead is not None)
 
-    def _evict(self, segment_id: int) -> None:
+    def _mostly_dead(self) -> int | None:
+        """The segment whose blocks were dropped one by one (quotas, damage, newer copies) more than any other's."""
+        dead = [
+            (live, segment_id)
+            for segment_id, size in self._sizes.items()
+            if segment_id != self._writer.segment_id and 2 * (live := self._index.live_bytes(segment_id)) < size
+        ]
+        return min(dead)[1] if dead else None
+
+    def _evict(self, segment_id: int, *, keep_all: bool) -> None:
         """Deletes a segment; what was read since it was written moves on, up to half a segment of it."""
-        survivors = self._read_survivors(segment_id)
+        survivors = self._read_survivors(segment_id, keep_all=keep_all)
         surviving = {id(entry) for entry, _ in survivors}
         with self._lock:
             for entry in self._index.in_segment(segment_id):
@@ -233,25 +291,25 @@ class SegmentStore:
             with self._lock:
                 present = self._index.get(key_of(entry.header)) is entry
             if present:
-                self._move(entry, payload)
+                self._move(entry, payload, "compacted_blocks" if keep_all else "kept_blocks")
         with self._lock:
             self._index.forget_segment(segment_id)
 
-    def _move(self, entry: Entry, payload: Bytes) -> None:
+    def _move(self, entry: Entry, payload: Bytes, counted_as: str) -> None:
         try:
             self._write(entry.header, payload)
-            self._count("kept_blocks")
+            self._count(counted_as)
         except OSError as error:
             self._count("disk_errors")
             _log.error("the disk refuses a block that was to be kept: %s", error)
             with self._lock:
                 self._index.remove(entry)
 
-    def _read_survivors(self, segment_id: int) -> list[tuple[Entry, Bytes]]:
+    def _read_survivors(self, segment_id: int, *, keep_all: bool) -> list[tuple[Entry, Bytes]]:
         survivors = []
         room = self.segment_bytes // 2
         with self._lock:
-            entries = [entry for entry in self._index.in_segment(segment_id) if entry.referenced]
+            entries = [entry for entry in self._index.in_segment(segment_id) if keep_all or entry.referenced]
         for entry in reversed(entries):
             room -= record_bytes(entry.header)
             if room < 0:

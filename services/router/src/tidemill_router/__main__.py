@@ -13,10 +13,13 @@ from tidemill_mesh.server import serve_grpc
 from tidemill_mesh.service import ServiceContext, run_service
 from tidemill_mesh.tasks import end, spawn
 from tidemill_router.app import make_parts
+from tidemill_router.replica_link import reservation_subject
 from tidemill_router.servicer import Servicer
 from tidemill_router.settings import RouterSettings
+from tidemill_router.stream import serve_calls
 
 SERVICE_NAME = "tidemill.mesh.v1.RouterService"
+CONNECT_RPC = f"{SERVICE_NAME}/Connect"
 CONTRACT_REVISION = 1
 
 
@@ -28,15 +31,25 @@ async def serve(context: ServiceContext) -> None:
     parts = make_parts(context, settings, loads)
     loads.on_report.append(parts.on_report)
     await loads.start()
-    subscription = await context.bus.subscribe(kv_subject(settings.mesh), parts.feed.on_message)
-    stop_observing = context.instances.subscribe(parts.on_record)
-    loops = [parts.feed.run(), parts.fetcher.run(), parts.cards.run(), parts.housekeeping()]
-    tasks = [
-        spawn(loop, name) for loop, name in zip(loops, ("feed", "snapshots", "cards", "housekeeping"), strict=True)
+    subscriptions = [
+        await context.bus.subscribe(kv_subject(settings.mesh), parts.feed.on_message),
+        await context.bus.subscribe(reservation_subject(settings.mesh), parts.link.on_message),
     ]
-    servicer = MeshServicer(add_RouterServiceServicer_to_server, Servicer(context, parts), SERVICE_NAME)
+    stop_observing = context.instances.subscribe(parts.on_record)
+    loops = {
+        "feed": parts.feed.run(),
+        "snapshots": parts.fetcher.run(),
+        "cards": parts.cards.run(),
+        "replicas_told": parts.link.tell(),
+        "replicas_asked": parts.link.fetch(),
+        "housekeeping": parts.housekeeping(),
+    }
+    tasks = [spawn(loop, name) for name, loop in loops.items()]
+    decisions = Servicer(context, parts)
+    streams = {CONNECT_RPC: lambda stream: serve_calls(stream, decisions)}
+    servicer = MeshServicer(add_RouterServiceServicer_to_server, decisions, SERVICE_NAME, streams)
     async with serve_grpc(settings, [servicer]) as server:
-        registration = await context.membership.register(_record(context, server.endpoint))
+        registration = await context.membership.register(_record(context, server.endpoint, server.stream_endpoint))
         server.set_serving(True)
         await context.publish_run_file(server.endpoint)
         context.log.info("serving", endpoint=server.endpoint)
@@ -45,12 +58,13 @@ async def serve(context: ServiceContext) -> None:
         await registration.deregister()
         await server.stop(min(1.0, context.drain.deadline_s))
     stop_observing()
-    await subscription.unsubscribe()
+    for subscription in subscriptions:
+        await subscription.unsubscribe()
     await loads.close()
     await asyncio.gather(*(end(task) for task in tasks))
 
 
-def _record(context: ServiceContext, endpoint: str) -> MembershipRecord:
+def _record(context: ServiceContext, endpoint: str, stream_endpoint: str) -> MembershipRecord:
     methods = router_pb2.DESCRIPTOR.services_by_name["RouterService"].methods_by_name
     return MembershipRecord(
         instance=context.instance,
@@ -60,6 +74,7 @@ def _record(context: ServiceContext, endpoint: str) -> MembershipRecord:
         contract_revision=CONTRACT_REVISION,
         rpcs=[f"{SERVICE_NAME}/{name}" for name in methods],
         endpoint=endpoint,
+        stream_endpoint=stream_endpoint,
         http_endpoint=context.http_endpoint,
         started_unix_ms=context.started_unix_ms,
     )

@@ -65,5 +65,6 @@ class Cards:
                 log.warning("no model card yet", instance=record.instance, revision=revision, error=str(error),
                             more=suppressed)  # fmt: skip
             return
-        self._facts[revision] = ModelFacts(card.block_size, card.kv_bytes_per_token)
+        interval = max((group.snapshot_interval_tokens for group in card.kv_groups), default=0)
+        self._facts[revision] = ModelFacts(card.block_size, card.kv_bytes_per_token, interval // card.block_size)
         log.info("model known", name=card.name, revision=revision, block_size=card.block_size)

@@ -10,15 +10,13 @@ from tidemill_router.candidate import (
     Candidate,
     Costs,
     ModelFacts,
-    decode_step_s,
-    learn_from_peers,
+    learn_decode,
     staleness_s,
     transfer_rate,
 )
-from tidemill_router.pick import pick
+from tidemill_router.decode_steps import Batch, batch_with, predict_steps
+from tidemill_router.pick import pick_least_crowded
 
-STEP_GROWTH_PER_SEQUENCE = 0.1
-"""How much one more sequence is taken to lengthen a decode step, relative to the measured step."""
 COMFORTABLE_USE = 0.5
 """Share of blocks in use up to which an instance will hardly preempt."""
 
@@ -52,8 +50,18 @@ class DecodeEstimate:
     staleness_s: float
     use_after: float
     """Share of the target's blocks in use once the request has its expected output."""
-    has_seat: bool
-    """The batch has room for one more."""
+    batch: Batch
+    """With this request."""
+
+    @property
+    def has_seat(self) -> bool:
+        """The batch has room for one more."""
+        return self.batch.seats == 0 or self.batch.rows <= self.batch.seats
+
+    @property
+    def crowding(self) -> float:
+        """What one of nearly equal targets is chosen by."""
+        return self.batch.rows
 
     @property
     def score_s(self) -> float:
@@ -72,15 +80,18 @@ class DecodeEstimate:
 
 
 def estimate_decode(
-    candidate: Candidate, need: DecodeNeed, facts: ModelFacts, depth: TierDepth, costs: Costs
+    candidate: Candidate,
+    batch: Batch,
+    tpot_s: float,
+    need: DecodeNeed,
+    facts: ModelFacts,
+    depth: TierDepth,
+    costs: Costs,
 ) -> DecodeEstimate:
     """Predicts one target."""
-    load, claims = candidate.load, candidate.claims
-    tpot_s = decode_step_s(candidate, costs) * (1.0 + STEP_GROWTH_PER_SEQUENCE * (claims.sequences + 1))
     decode_s = tpot_s * need.output_tokens(costs)
     lacking_tokens = max(0, need.context_tokens - depth.l1 * facts.block_size)
     use_after = blocks_use(candidate, need.blocks(facts, costs))
-    sequences = load.running_requests + load.waiting_requests + claims.sequences
     return DecodeEstimate(
         candidate,
         held_blocks=depth.l1,
@@ -90,7 +101,7 @@ def estimate_decode(
         headroom_s=decode_s * max(0.0, use_after - COMFORTABLE_USE),
         staleness_s=staleness_s(candidate, costs),
         use_after=use_after,
-        has_seat=load.max_num_seqs == 0 or sequences < load.max_num_seqs,
+        batch=batch,
     )
 
 
@@ -111,14 +122,33 @@ def estimate_all(
     costs: Costs,
 ) -> list[DecodeEstimate]:
     """Predicts each target."""
-    costs = learn_from_peers(candidates, costs)
-    return [estimate_decode(c, need, facts, depths.get(c.key, TierDepth()), costs) for c in candidates]
+    costs = learn_decode(candidates, costs)
+    batches = [batch_with(candidate, need.context_tokens, facts.block_size) for candidate in candidates]
+    steps = predict_steps(candidates, batches, costs)
+    return [
+        estimate_decode(candidate, batch, step_s, need, facts, depths.get(candidate.key, TierDepth()), costs)
+        for candidate, batch, step_s in zip(candidates, batches, steps, strict=True)
+    ]
 
 
 def within_limits(estimates: Sequence[DecodeEstimate], costs: Costs) -> list[DecodeEstimate]:
-    """Those below the high-water mark with a seat; else those below the mark; else all of them."""
-    below = [e for e in estimates if e.use_after <= costs.decode_high_water]
+    """Those below the high-water mark with a seat; else those below the mark; else all of them. An instance that has
+    paused admission is past its own mark."""
+    below = [e for e in estimates if e.use_after <= costs.decode_high_water and not e.candidate.load.admission_paused]
     return [e for e in below if e.has_seat] or below or list(estimates)
+
+
+def with_room(
+    candidates: Sequence[Candidate],
+    need: DecodeNeed,
+    facts: ModelFacts,
+    depths: Mapping[Holder, TierDepth],
+    costs: Costs,
+) -> list[Candidate]:
+    """Those that would take a running request at once: a seat, and below the high-water mark with it."""
+    estimates = estimate_all(candidates, need, facts, depths, costs)
+    below = [e for e in within_limits(estimates, costs) if e.use_after <= costs.decode_high_water and e.has_seat]
+    return [e.candidate for e in below if not e.candidate.load.admission_paused]
 
 
 def place_decode(
@@ -131,7 +161,7 @@ def place_decode(
 ) -> DecodeEstimate:
     """The target with the least predicted seconds; there is at least one candidate."""
     estimates = estimate_all(candidates, need, facts, depths, costs)
-    return pick(within_limits(estimates, costs), costs.tie_fraction, rng)
+    return pick_least_crowded(within_limits(estimates, costs), costs.tie_fraction, rng)
 
 
 def place_whole(
@@ -151,6 +181,7 @@ def place_whole(
         if need.context_tokens - e.held_blocks * facts.block_size <= costs.direct_uncached_tokens
         and e.use_after <= costs.decode_high_water
         and e.has_seat
+        and not e.candidate.load.admission_paused
         and e.candidate.load.slo_load <= 1.0
     ]
-    return pick(fit, costs.tie_fraction, rng) if fit else None
+    return pick_least_crowded(fit, costs.tie_fraction, rng) if fit else None

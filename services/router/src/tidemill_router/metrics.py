@@ -7,6 +7,7 @@ from tidemill_kvcache.tracker import EventTracker
 from tidemill_mesh.metrics import Metrics
 from tidemill_router.fences import Fences
 from tidemill_router.kv_feed import KvFeed
+from tidemill_router.replicas import Replicas
 from tidemill_router.reservations import Reservations
 from tidemill_router.snapshot_fetcher import SnapshotFetcher
 
@@ -30,11 +31,16 @@ class RouterMetrics:
             "ttft_prediction_error_seconds", "Absolute difference of predicted and measured prefill seconds."
         )
         self.fenced = metrics.gauge("fenced_instances", "Incarnations that placements avoid.")
+        self.degraded = metrics.gauge("degraded", "Models for which a step of degraded service is on.", ("step",))
         self.reservations = metrics.gauge("reservations", "Live reservations.", ("kind",))
         self.index_blocks = metrics.gauge("index_blocks", "Entries of the block index.")
         self.index_bytes = metrics.gauge("index_bytes", "Memory of the block index.")
         self.queued_batches = metrics.gauge("kv_batches_queued", "KV event batches that wait to be applied.")
         self.running_snapshots = metrics.gauge("snapshots_running", "Snapshots being fetched.")
+        self.replicas_followed = metrics.gauge("replicas_followed", "Other routers whose reservations are known.")
+        self._replicas = metrics.counter(
+            "replica_batches_total", "What other routers told of reservations, by what became of it.", ("outcome",)
+        )
         self.etcd_connected = metrics.gauge("etcd_connected", "1 while etcd confirms the view of the mesh.")
         self._kv_events = metrics.counter("kv_batches_total", "KV event batches, by what became of them.", ("outcome",))
         self._ended = metrics.counter("reservations_ended_total", "Reservations ended, by reason.", ("reason",))
@@ -50,6 +56,7 @@ class RouterMetrics:
         fences: Fences,
         feed: KvFeed,
         fetcher: SnapshotFetcher,
+        replicas: Replicas,
         *,
         etcd_connected: bool,
     ) -> None:
@@ -60,6 +67,9 @@ class RouterMetrics:
         self.queued_batches.set(feed.queued)
         self.running_snapshots.set(fetcher.running)
         self.etcd_connected.set(etcd_connected)
+        self.replicas_followed.set(replicas.num_live)
+        for outcome, total in replicas.counters.items():
+            self._replicas.labels(outcome=outcome).inc(self._new("replica", outcome, total))
         for kind, count in reservations.count_by_kind().items():
             self.reservations.labels(kind=kind).set(count)
         outcomes = {**tracker.counters, "dropped": feed.dropped, "unreadable": feed.unreadable}

@@ -10,15 +10,17 @@ from tidemill_router.candidate import (
     Candidate,
     Costs,
     ModelFacts,
-    learn_from_peers,
+    learn_prefill,
     prefill_rate,
     staleness_s,
-    transfer_rate,
 )
+from tidemill_router.fetch import Reach, best_fetch
 from tidemill_router.pick import pick
+from tidemill_router.turnover import pressures
 
-FETCH_LATENCY_S = 0.005
-"""Of one fetch from L2 or L3, beside its bytes."""
+COPY_WORK = 0.25
+"""What a copy of blocks that lie in another instance's memory displaces, as a share of the work of computing them: it
+takes as much room, but some of what leaves can be fetched as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Warmth:
     """Leading blocks that placements still under way will leave in L1."""
     shared_l3_blocks: int = 0
     """Leading blocks that kvstore has for everybody."""
+    peer_blocks: int = 0
+    """Leading blocks that some other instance has in its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +43,30 @@ class PrefillEstimate:
     candidate: Candidate
     cached_l1_tokens: int
     cached_l2_tokens: int
+    """Of its own L2."""
+    cached_peer_tokens: int
+    """In the memory of another instance."""
     cached_l3_tokens: int
     uncached_tokens: int
     queue_s: float
     compute_s: float
     fetch_l2_s: float
+    fetch_peer_s: float
     fetch_l3_s: float
     staleness_s: float
-    score_s: float
+    displaced_s: float
+    """For what the blocks that it takes in displace, which may have to be computed again; no part of the TTFT."""
+
+    @property
+    def score_s(self) -> float:
+        """What orders the targets."""
+        return self.total_s + self.displaced_s
 
     @property
     def total_s(self) -> float:
         """Predicted seconds to the first token."""
-        return self.queue_s + self.compute_s + self.fetch_l2_s + self.fetch_l3_s + self.staleness_s
+        fetch_s = self.fetch_l2_s + self.fetch_peer_s + self.fetch_l3_s
+        return self.queue_s + self.compute_s + fetch_s + self.staleness_s
 
     def terms(self) -> dict[str, float]:
         """Why, in seconds by name."""
@@ -59,44 +74,58 @@ class PrefillEstimate:
             "queue": self.queue_s,
             "compute": self.compute_s,
             "fetch_l2": self.fetch_l2_s,
+            "fetch_peer": self.fetch_peer_s,
             "fetch_l3": self.fetch_l3_s,
             "staleness": self.staleness_s,
+            "displaced": self.displaced_s,
             "total": self.total_s,
         }
 
 
 def estimate_prefill(
-    candidate: Candidate, prompt_tokens: int, facts: ModelFacts, warmth: Warmth, costs: Costs
+    candidate: Candidate, prompt_tokens: int, facts: ModelFacts, warmth: Warmth, costs: Costs, pressure: float = 1.0
 ) -> PrefillEstimate:
-    """Predicts one target; blocks below L1 count as cached where fetching them beats computing them."""
+    """Predicts one target; blocks below L1 count as cached where fetching them beats computing them.
+
+    `pressure` is how fast its cache turns over, relative to its peers.
+    """
     rate = prefill_rate(candidate, costs)
     # The last token is always computed, for its logits.
     usable = max(0, prompt_tokens - 1)
     depth, size = warmth.depth, facts.block_size
     l1 = min(max(depth.l1, warmth.pending_blocks) * size, usable)
-    in_l2 = max(0, min((depth.l1 + depth.l2) * size, usable) - l1)
-    l2, fetch_l2_s = _fetch(in_l2, facts, costs.l2_bytes_per_s, rate)
-    # A block can be fetched only if all before it are there.
-    l3_end = max(depth.total, warmth.shared_l3_blocks) * size if l2 == in_l2 else 0
-    in_l3 = max(0, min(l3_end, usable) - l1 - l2)
-    l3, fetch_l3_s = _fetch(in_l3, facts, transfer_rate(candidate, costs), rate)
-    uncached = prompt_tokens - l1 - l2 - l3
-    compute_s, stale_s = uncached / rate, staleness_s(candidate, costs)
-    queue_s = queue_tokens(candidate, rate) / rate
-    work_s = compute_s + fetch_l2_s + fetch_l3_s
-    score_s = queue_s + work_s * (1.0 + costs.work_weight) + stale_s
+    l2 = max(l1, min((depth.l1 + depth.l2) * size, usable))
+    peer = max(l2, min(warmth.peer_blocks * size, usable)) if costs.peer_fetch else l2
+    l3 = max(l2, min(max(depth.total, warmth.shared_l3_blocks) * size, usable))
+    fetch = best_fetch(candidate, Reach(l1, l2, peer, l3), facts, costs, rate)
+    uncached = prompt_tokens - l1 - fetch.tokens
+    compute_s = uncached / rate
     return PrefillEstimate(
-        candidate, l1, l2, l3, uncached, queue_s, compute_s, fetch_l2_s, fetch_l3_s, stale_s, score_s
+        candidate,
+        cached_l1_tokens=l1,
+        cached_l2_tokens=fetch.l2_tokens,
+        cached_peer_tokens=fetch.peer_tokens,
+        cached_l3_tokens=fetch.l3_tokens,
+        uncached_tokens=uncached,
+        queue_s=queue_tokens(candidate, rate) / rate,
+        compute_s=compute_s,
+        fetch_l2_s=fetch.l2_s,
+        fetch_peer_s=fetch.peer_s,
+        fetch_l3_s=fetch.l3_s,
+        staleness_s=staleness_s(candidate, costs),
+        displaced_s=costs.work_weight * pressure * (compute_s + fetch.seconds + COPY_WORK * fetch.peer_tokens / rate),
     )
 
 
 def queue_tokens(candidate: Candidate, rate: float) -> float:
-    """Tokens ahead: what was reported, less what the running step has done of it, and what was reserved since.
+    """Tokens ahead: what was reported, less what has been done of it, and what was reserved since.
 
-    An instance that is stuck does nothing of it, so at most half counts as done.
+    Done is what gateways say, or what the running step should have done; an instance that is stuck does nothing, so at
+    most half counts by time alone.
     """
     reported = max(0, candidate.load.waiting_prefill_tokens)
-    return max(reported / 2, reported - candidate.unchanged_s * rate) + candidate.claims.prefill_tokens
+    done = max(min(reported / 2, candidate.unchanged_s * rate), candidate.computed_tokens)
+    return max(0.0, reported - done) + candidate.claims.prefill_tokens
 
 
 def place_prefill(
@@ -108,17 +137,10 @@ def place_prefill(
     rng: random.Random,
 ) -> PrefillEstimate:
     """The target with the least predicted seconds; there is at least one candidate."""
-    costs = learn_from_peers(candidates, costs)
+    costs = learn_prefill(candidates, costs)
+    inflows = [c.recent_tokens / max(1, c.total_blocks * facts.block_size) for c in candidates]
     estimates = [
-        estimate_prefill(candidate, prompt_tokens, facts, warmth.get(candidate.key, Warmth()), costs)
-        for candidate in candidates
+        estimate_prefill(candidate, prompt_tokens, facts, warmth.get(candidate.key, Warmth()), costs, pressure)
+        for candidate, pressure in zip(candidates, pressures(inflows), strict=True)
     ]
     return pick(estimates, costs.tie_fraction, rng)
-
-
-def _fetch(tokens: int, facts: ModelFacts, bytes_per_s: float, rate: float) -> tuple[int, float]:
-    """(tokens fetched, seconds): all of them or, where computing is quicker or the size is not known, none."""
-    if tokens == 0 or facts.kv_bytes_per_token == 0:
-        return 0, 0.0
-    seconds = FETCH_LATENCY_S + tokens * facts.kv_bytes_per_token / bytes_per_s
-    return (tokens, seconds) if seconds < tokens / rate else (0, 0.0)

@@ -19,6 +19,12 @@ def unavailable(role: str, revision: str, num_excluded: int) -> MeshError:
     )
 
 
+def no_room(revision: str) -> MeshError:
+    """Usable instances are there, but none has room for a running request of another."""
+    message = f"no other decode instance has room for a request of model revision {revision} now"
+    return MeshError(errors_pb2.ERROR_CODE_UNAVAILABLE, message, retry_after_s=RETRY_S)
+
+
 def model_not_found(revision: str) -> MeshError:
     """Nobody serves that revision, or ever has."""
     return MeshError(

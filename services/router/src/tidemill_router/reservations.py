@@ -5,13 +5,17 @@ load report can know of the request, the reservation counts as load.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tidemill.mesh.v1.common_pb2 import DomainRef
 from tidemill_kvcache.domain_track import Holder, holder_of
+from tidemill_kvcache.hashing import Hashes
 from tidemill_router.candidate import Claims
+from tidemill_router.computed import ComputedPrompts
 from tidemill_router.pending import PendingPrefixes
+from tidemill_router.turnover import Turnover
 
 IN_FLIGHT_S = 0.1
 """A request reaches its target so long after it was placed."""
@@ -35,11 +39,28 @@ class Reservation:
     deadline_at_s: float
     prefill_tokens: int = 0
     blocks: int = 0
-    hashes: Sequence[bytes] = ()
+    hashes: Hashes = b""
     request: tuple[str, int] = ("", 0)
     """(request id, choice)."""
     predicted_s: float = 0.0
     soft_id: str = ""
+    prefill_id: str = ""
+    """Of a soft claim: whose `soft_id` it is."""
+    origin: str = ""
+    """The replica that made it; empty: this router, or one that is gone."""
+
+
+class Observer(Protocol):
+    """Is told of each change."""
+
+    def made(self, reservation: Reservation) -> None:
+        """A claim was taken."""
+
+    def prefilled(self, reservation_id: str) -> None:
+        """A claim's prompt is computed."""
+
+    def ended(self, reservation_id: str) -> None:
+        """A claim ended."""
 
 
 @dataclass
@@ -51,6 +72,8 @@ class Reservations:
     stand_s: float
     """Seconds without a report."""
     clock: Callable[[], float]
+    turnover: Turnover
+    observer: Observer | None = None
     pending: PendingPrefixes = field(default_factory=PendingPrefixes)
     ended: Counter[str] = field(default_factory=Counter)
     """Ended reservations by reason."""
@@ -58,6 +81,9 @@ class Reservations:
     _by_target: dict[Holder, dict[str, Reservation]] = field(default_factory=dict)
     _soft_of_request: dict[tuple[str, int], str] = field(default_factory=dict)
     _next: int = 0
+
+    def __post_init__(self) -> None:
+        self.computed = ComputedPrompts(self.clock)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -83,30 +109,50 @@ class Reservations:
         *,
         prefill_tokens: int = 0,
         blocks: int = 0,
-        hashes: Sequence[bytes] = (),
+        hashes: Hashes = b"",
         request: tuple[str, int] = ("", 0),
         predicted_s: float = 0.0,
         reservation_id: str = "",
+        prefill_id: str = "",
+        origin: str = "",
+        age_s: float = 0.0,
     ) -> Reservation:
-        """Takes a claim; a given id (of a router that was restarted) replaces what has it."""
+        """Takes a claim; a given id (of a router that was restarted, or of a replica) replaces what has it."""
         self._next += 1
         now = self.clock()
         new_id = reservation_id or f"{self.prefix}-{self._next}"
-        self.end(new_id, "replaced")
+        replaced = self.end(new_id, "replaced")
         made = Reservation(
-            new_id, kind, owner, domain, now, now + self.stand_s, prefill_tokens, blocks, hashes, request, predicted_s
+            new_id,
+            kind,
+            owner,
+            domain,
+            now - age_s,
+            now + self.stand_s,
+            prefill_tokens,
+            blocks,
+            hashes,
+            request,
+            predicted_s,
+            prefill_id=prefill_id,
+            origin=origin,
         )
         self._live[new_id] = made
         self._by_target.setdefault(holder_of(domain), {})[new_id] = made
         self.pending.add(holder_of(domain), hashes)
+        if not replaced:
+            self.turnover.add(holder_of(domain), prefill_tokens)
+        if prefill_id in self._live:
+            self._live[prefill_id].soft_id = new_id
+            self._soft_of_request[request] = new_id
+        if self.observer is not None:
+            self.observer.made(made)
         return made
 
     def claim_decode(self, prefill: Reservation, domain: DomainRef, blocks: int) -> None:
         """A soft claim on where the request will probably decode; it stands and falls with the prefill's."""
-        soft = self.reserve(SOFT, prefill.owner, domain, blocks=blocks, request=prefill.request)
         self.end(self._soft_of_request.get(prefill.request, ""), "replaced")
-        prefill.soft_id = soft.id
-        self._soft_of_request[prefill.request] = soft.id
+        self.reserve(SOFT, prefill.owner, domain, blocks=blocks, request=prefill.request, prefill_id=prefill.id)
 
     def settle_decode(self, request: tuple[str, int]) -> None:
         """The request gets its decode placement: the soft claim has served."""
@@ -128,7 +174,10 @@ class Reservations:
         if found is None:
             return False
         self.pending.remove(holder_of(found.domain), found.hashes)
-        found.prefill_tokens, found.hashes = 0, ()
+        self.computed.add(holder_of(found.domain), found.prefill_tokens)
+        found.prefill_tokens, found.hashes = 0, b""
+        if self.observer is not None:
+            self.observer.prefilled(reservation_id)
         return self.renew(reservation_id)
 
     def end(self, reservation_id: str, reason: str) -> bool:
@@ -144,6 +193,8 @@ class Reservations:
         if self._soft_of_request.get(found.request) == reservation_id:
             del self._soft_of_request[found.request]
         self.ended[reason] += 1
+        if self.observer is not None:
+            self.observer.ended(reservation_id)
         self.end(found.soft_id, reason)
         return True
 
@@ -163,6 +214,22 @@ class Reservations:
             r for r in self._live.values() if r.domain.instance == instance and r.domain.incarnation != keep_incarnation
         )
         return self._end_all(gone, "target_lost")
+
+    def of_origin(self, origin: str) -> list[Reservation]:
+        """What a replica has made; empty: what this router answers for."""
+        return [reservation for reservation in self._live.values() if reservation.origin == origin]
+
+    def heard_from(self, origin: str) -> None:
+        """A replica lives, and ends its reservations itself."""
+        deadline_at_s = self.clock() + self.stand_s
+        for reservation in self.of_origin(origin):
+            reservation.deadline_at_s = deadline_at_s
+
+    def adopt(self, origin: str) -> None:
+        """A replica is gone: this router answers for what it made, until their deadline."""
+        self.heard_from(origin)
+        for reservation in self.of_origin(origin):
+            reservation.origin = ""
 
     def claims(self, holder: Holder, known_until_s: float) -> Claims:
         """What a load report that knows of requests up to `known_until_s` does not hold."""

@@ -1,4 +1,4 @@
-"""Fetches block lists of workers in the background; a slow worker stays cold and keeps nobody waiting."""
+"""Fetches what the index lacks of workers, in the background; a slow worker stays cold and keeps nobody waiting."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import grpc
 import structlog
 
-from tidemill.mesh.v1.common_pb2 import DomainRef
 from tidemill.mesh.v1.worker_pb2 import GetSnapshotRequest
 from tidemill.mesh.v1.worker_pb2_grpc import WorkerServiceStub
 from tidemill_kvcache.domain_track import Holder
@@ -73,8 +72,7 @@ class SnapshotFetcher:
     async def _fetch(self, holder: Holder) -> None:
         fetch_id = self._tracker.begin(holder)
         try:
-            domain, sequence = await self._receive(holder, fetch_id)
-            self._tracker.complete(fetch_id, domain, sequence)
+            await self._receive(holder, fetch_id)
         except (grpc.aio.AioRpcError, ValueError) as error:
             self._failed(holder, fetch_id, error)
         except Exception as error:
@@ -83,18 +81,27 @@ class SnapshotFetcher:
         finally:
             self._running.discard(holder)
 
-    async def _receive(self, holder: Holder, fetch_id: int) -> tuple[DomainRef, int]:
+    async def _receive(self, holder: Holder, fetch_id: int) -> None:
         endpoint = self._endpoint_of(holder[0])
         if not endpoint:
             raise ValueError("the instance has left")
+        known = self._tracker.known(holder)
+        request = GetSnapshotRequest(domain=holder[1])
+        if known is not None:
+            request.known.CopyFrom(known[0])
+            request.known_sequence = known[1]
         stub: WorkerServiceAsyncStub = WorkerServiceStub(self._channels.get(endpoint))
-        async for part in stub.GetSnapshot(GetSnapshotRequest(domain=holder[1]), timeout=self._timeout_s):
+        async for part in stub.GetSnapshot(request, timeout=self._timeout_s):
             if (part.domain.instance, part.domain.domain) != holder:
                 raise ValueError(f"the snapshot is of {part.domain.instance}/{part.domain.domain}")
+            if part.replay:
+                self._tracker.replay(fetch_id, part.domain, part.batches)
+                return
             self._tracker.add_snapshot_blocks(holder, fetch_id, part.blocks)
             self.blocks += sum(len(run.block_hashes) // 16 for run in part.blocks)
             if part.last:
-                return part.domain, part.sequence
+                self._tracker.complete(fetch_id, part.domain, part.sequence)
+                return
         raise ValueError("the snapshot ended without its last part")
 
     def _failed(self, holder: Holder, fetch_id: int, error: Exception) -> None:

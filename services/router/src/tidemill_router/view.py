@@ -5,7 +5,14 @@ from typing import Protocol
 
 from tidemill.mesh.v1.common_pb2 import DomainRef
 from tidemill.mesh.v1.events_pb2 import LoadReport
-from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, DomainRecord, MembershipRecord, Role
+from tidemill.mesh.v1.membership_pb2 import (
+    ROLE_DECODE,
+    ROLE_KVSTORE,
+    ROLE_PREFILL,
+    DomainRecord,
+    MembershipRecord,
+    Role,
+)
 from tidemill_kvcache.domain_track import Holder
 from tidemill_mesh.load import LoadSample
 from tidemill_router.candidate import Candidate
@@ -71,6 +78,18 @@ class MeshView:
         """Records of prefill and decode instances."""
         return [record for record in self._instances.records.values() if record.role in WORKER_ROLES]
 
+    @property
+    def leaving_stores(self) -> set[str]:
+        """kvstores that drain: nobody asks them any more."""
+        records = self._instances.records.values()
+        return {record.instance for record in records if record.role == ROLE_KVSTORE and record.draining}
+
+    @property
+    def silent_stores(self) -> set[str]:
+        """kvstores that do not tell of snapshots."""
+        records = self._instances.records.values()
+        return {record.instance for record in records if record.role == ROLE_KVSTORE and not record.tells_snapshots}
+
     def card_digest(self, revision: str) -> str:
         """Digest of the ModelCard of a revision; empty when nobody serves it now."""
         models = (model for record in self.workers() for model in record.models if model.revision == revision)
@@ -83,8 +102,14 @@ class MeshView:
             for record in self._instances.records.values()
             if record.role == role and record.instance not in excluded and self._usable(record, revision)
             for domain in record.domains
-            if (candidate := self._candidate(record, domain)) is not None
+            if (candidate := self._candidate(record, domain, revision)) is not None
         ]
+
+    @property
+    def num_quarantined_pairs(self) -> int:
+        """Pairs of instances across which nothing is placed, as their takers report."""
+        reports = [(record.instance, self.domain_of(record, d)[1]) for record in self.workers() for d in record.domains]
+        return len({(name, source) for name, report in reports if report for source in report.quarantined})
 
     def reported_at(self, holder: Holder) -> float:
         """When the latest load report of a target arrived; minus infinity without one."""
@@ -110,17 +135,22 @@ class MeshView:
         serves = any(model.revision == revision for model in record.models)
         return serves and not record.draining and not self._fences.is_fenced(record.instance, record.incarnation)
 
-    def _candidate(self, record: MembershipRecord, domain: DomainRecord) -> Candidate | None:
+    def _candidate(self, record: MembershipRecord, domain: DomainRecord, revision: str) -> Candidate | None:
         holder = (record.instance, domain.domain)
         ref, report = self.domain_of(record, domain)
         if not ref.epoch or (report is not None and report.draining):
             return None
-        now = self._clock()
+        now, changed_at_s = self._clock(), self._times.changed_at(holder)
+        recent_tokens = self._reservations.turnover.recent_tokens(holder)
+        kv_format = next(model.kv_format for model in record.models if model.revision == revision)
         if report is None:
             # Its first report may be on the way: it is as old as our knowledge of the instance, not older.
             _, known_since_s = self._known_since.get(record.instance, ("", NEVER))
             claims = self._reservations.claims(holder, NEVER)
-            return Candidate(holder, ref, record.endpoint, domain.num_blocks, age_s=now - known_since_s, claims=claims)
+            return Candidate(
+                holder, ref, record.endpoint, domain.num_blocks, age_s=now - known_since_s, claims=claims,
+                recent_tokens=recent_tokens, kv_format=kv_format, tells_snapshots=record.tells_snapshots,
+            )  # fmt: skip
         return Candidate(
             holder,
             ref,
@@ -128,6 +158,11 @@ class MeshView:
             domain.num_blocks,
             load=report,
             age_s=now - self.reported_at(holder),
-            unchanged_s=now - self._times.changed_at(holder),
+            unchanged_s=now - changed_at_s,
+            idle_s=now - self._times.worked_at(holder),
             claims=self._reservations.claims(holder, self._times.known_until(holder)),
+            computed_tokens=self._reservations.computed.tokens_since(holder, changed_at_s),
+            recent_tokens=recent_tokens,
+            kv_format=kv_format,
+            tells_snapshots=record.tells_snapshots,
         )

@@ -16,12 +16,14 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import torch
 import triton
 
 from tidemill_bench.options import Options
-from tidemill_bench.random_tensors import SHAPES, RandomTensors, write_config
+from tidemill_bench.random_tensors import RandomTensors, write_config
 from tidemill_bench.report import Row
+from tidemill_bench.step_parts import step_parts
 from tidemill_engine.cuda.runner import CudaModelRunner
 from tidemill_engine.engine import Engine
 from tidemill_engine.messages import RequestKey, Submit
@@ -41,6 +43,13 @@ GOALS: dict[str, dict[str, str]] = {
         "tokens_per_s": ">= 11900", "step_1": "<= 4.0", "step_64": "<= 5.3", "step_256": "<= 9.6", "prefill": "<= 200",
     },
 }  # fmt: skip
+FORMS: dict[str, dict[str, str]] = {
+    "": {},
+    " fp8": {"weights": "fp8", "kv_dtype": "float8_e4m3fn"},
+    " int8": {"weights": "int8"},
+}
+"""By what is appended to a shape's name; vLLM was measured in bfloat16 only."""
+MEASURED = (("qwen3-0.6b", ""), ("llama-3-8b", ""), ("llama-3-8b", " fp8"), ("llama-3-8b", " int8"))
 CONTEXT_TOKENS = 8448
 """8,192 tokens of prompt and room for output."""
 TEMPERATURE = 0.6
@@ -128,7 +137,7 @@ def floor_ms(runner: CudaModelRunner, batch: int, context: int, gigabytes_per_s:
     """Least time of a decode step: each weight and each token's KV read once at the copy bandwidth of the device."""
     num_bytes = (
         runner.cuda_model.matrix_bytes
-        + runner.cuda_model.head_weight.nbytes
+        + runner.cuda_model.head.weight.nbytes
         + batch * context * runner.kv_bytes_per_token
     )
     return num_bytes / gigabytes_per_s / 1e6
@@ -149,12 +158,12 @@ def copy_gigabytes_per_s() -> float:
     return float(2 * source.nbytes / median(times[1:]) / 1e6)
 
 
-def measure(shape: str, quick: bool, machine: str) -> list[Row]:
-    """All figures of one model shape."""
+def measure(shape: str, form: str, quick: bool, machine: str) -> list[Row]:
+    """All figures of one model shape in one form."""
     rows: list[Row] = []
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tidemill-shape-") as folder:
-        settings = EngineSettings(
+        plain = EngineSettings(
             model_dir=str(write_config(shape, Path(folder), CONTEXT_TOKENS)),
             device="cuda",
             kv_dtype="bfloat16",
@@ -163,19 +172,21 @@ def measure(shape: str, quick: bool, machine: str) -> list[Row]:
             max_num_batched_tokens=8192 + 256,
             max_partial_prefills=64,
         )
+        settings = msgspec.structs.replace(plain, **FORMS[form])
         runner = CudaModelRunner(settings, TensorParallel(), RandomTensors())
         runner.warm_up()
         gc.collect()
         gc.freeze()
     engine = Engine(settings, runner)
     times, bandwidth = DeviceTimes(runner), copy_gigabytes_per_s()
-    vllm, goals, vocab = VLLM[shape], GOALS[shape], runner.vocab_size
+    vllm, goals = ({}, {}) if form else (VLLM[shape], GOALS[shape])
+    vocab = runner.vocab_size
 
     def add(metric: str, unit: str, value: float, key: str, workload: str, more: bool = False) -> None:
         # A short round is another workload.
         known = None if quick else vllm.get(key)
         rows.append(
-            Row(metric=f"{shape}: {metric}", unit=unit, value=value, higher_is_better=more, workload=workload,
+            Row(metric=f"{shape}{form}: {metric}", unit=unit, value=value, higher_is_better=more, workload=workload,
                 machine=machine, baseline=BASELINE if known else None, baseline_value=known, goal=goals.get(key))
         )  # fmt: skip
 
@@ -193,6 +204,15 @@ def measure(shape: str, quick: bool, machine: str) -> list[Row]:
         add(f"decode step, batch {batch}, wait before it", "ms", wait_ms, "", f"{workload}, device events")
         floor = floor_ms(runner, batch, 576, bandwidth)
         add(f"decode step, batch {batch}, byte floor", "ms", floor, "", f"context 576 at {bandwidth:.0f} GB/s")
+        parts = step_parts(runner, batch, 576)
+        read, weights = batch * 576 * runner.kv_bytes_per_token, runner.cuda_model.matrix_bytes
+        weights += runner.cuda_model.head.weight.nbytes
+        alone = "captured step at context 576"
+        add(f"decode step, batch {batch}, attention", "ms", parts.attention, "", f"{alone}, that much less without it")
+        add(f"decode step, batch {batch}, KV read", "GB/s", read / parts.attention / 1e6, "", alone, more=True)
+        add(f"decode step, batch {batch}, products", "ms", parts.products, "", "captured alone, gate included")
+        add(f"decode step, batch {batch}, weights read", "GB/s", weights / parts.products / 1e6, "", alone, more=True)
+        add(f"decode step, batch {batch}, rest", "ms", parts.rest, "", "what remains of the captured step")
     rng = random.Random(0)
     count = 32 if quick else 256
     inputs = [rng.randint(100, 1024) for _ in range(count)]
@@ -208,7 +228,9 @@ def run(options: Options) -> list[Row]:
     name = torch.cuda.get_device_name()
     machine = f"1 x {name}, torch {torch.__version__}, triton {triton.__version__}"
     rows: list[Row] = []
-    for shape in SHAPES:
-        rows += measure(shape, options.quick, machine)
+    for shape, form in MEASURED:
+        rows += measure(shape, form, options.quick, machine)
+        gc.unfreeze()
+        gc.collect()
         torch.cuda.empty_cache()
     return rows

@@ -105,7 +105,20 @@ def _measure(engines: list[Engine], concurrencies: list[int], rounds: int) -> di
     return runs
 
 
-def _rows(runs: dict[tuple[str, int], list[Run]], ours: str, peers: list[str], concurrencies: list[int]) -> list[Row]:
+def workload(runs: dict[tuple[str, int], list[Run]], ours: str, peer: str | None, concurrency: int) -> str:
+    """What was run; a peer that was asked for less than we were is told apart."""
+    rounds = runs[ours, concurrency]
+    asked = len(rounds[0].timings)
+    text = (
+        f"SmolLM2-135M, {PROMPT_TOKENS} prompt tokens ({SHARED_TOKENS} shared), {OUTPUT_TOKENS} output tokens, greedy, "
+        f"{asked} requests, median of {len(rounds)} rounds"
+    )
+    peers_asked = len(runs[peer, concurrency][0].timings) if peer else asked
+    return text if peers_asked == asked else f"{text}; the baseline: {peers_asked} requests in batches of {concurrency}"
+
+
+def rows_of(runs: dict[tuple[str, int], list[Run]], ours: str, peers: list[str], concurrencies: list[int]) -> list[Row]:
+    """The medians of all rounds, each beside each peer's."""
     figures: list[tuple[str, str, bool, Callable[[Run], float], str]] = [
         ("output", "tokens/s", True, lambda run: run.output_tokens_per_s, ">= 1.5x vLLM"),
         ("TTFT p50", "ms", False, lambda run: run.ttft_p50_s * 1000, "<= 0.6x vLLM"),
@@ -126,9 +139,7 @@ def _rows(runs: dict[tuple[str, int], list[Run]], ours: str, peers: list[str], c
                         baseline=peer,
                         baseline_value=median(figure(run) for run in runs[peer, concurrency]) if peer else None,
                         goal=goal if has_goal else None,
-                        workload=f"SmolLM2-135M, {PROMPT_TOKENS} prompt tokens ({SHARED_TOKENS} shared), "
-                        f"{OUTPUT_TOKENS} output tokens, greedy, {REQUESTS[concurrency]} requests, "
-                        f"median of {len(runs[ours, concurrency])} rounds",
+                        workload=workload(runs, ours, peer, concurrency),
                         machine=machine(),
                     )
                 )
@@ -159,4 +170,4 @@ def run(options: Options) -> list[Row]:
         for engine in engines:
             engine.run(shared_prefix_prompts(1, prompt_tokens=64, shared_tokens=0, vocab_size=VOCAB_SIZE, seed=7), 1)
         runs = _measure(engines, concurrencies, rounds=1 if options.quick else 2)
-    return _rows(runs, ours.name, [engine.name for engine in engines[1:]], concurrencies)
+    return rows_of(runs, ours.name, [engine.name for engine in engines[1:]], concurrencies)

@@ -11,12 +11,16 @@ import time
 from pathlib import Path
 
 from tidemill_bench.options import Options
-from tidemill_bench.peers.vllm_cpu import free_port
 from tidemill_bench.report import Row, machine
+from tidemill_local.ports import free_port
+
+HOST = "127.0.0.1"
+# What would let a fresh clone see this checkout's packages or flags.
+NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
 
 
 def _make(target: str, root: Path, home: Path, ports: tuple[int, int]) -> float:
-    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "MAKEFLAGS")}
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     environment["TIDEMILL_HOME"] = str(home)
     arguments = f"ARGS=--http-port={ports[0]} --grpc-port={ports[1]}" if target == "up" else "ARGS="
     start = time.perf_counter()
@@ -34,7 +38,7 @@ def run(options: Options) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="tidemill-startup-") as folder:
         root, home = Path(folder) / "clone", Path(folder) / "home"
         subprocess.run(["git", "clone", "-q", str(here), str(root)], check=True)
-        ports = free_port(), free_port()
+        ports = free_port(HOST), free_port(HOST)
         try:
             nothing_s = _make("up", root, home, ports)
             again_s = _make("up", root, home, ports)

@@ -1,11 +1,12 @@
-"""KV bytes between two processes: our UCX agent beside plain gRPC streaming and our TCP agent.
+"""KV bytes between two processes: our UCX agent beside plain gRPC streaming, our TCP agent and blocking sockets.
 
 A transfer is one message and the 64-byte answer that tells of its arrival. The transports take turns in each round;
-figures are medians over rounds.
+figures are medians over rounds. Blocking sockets, in threads that do nothing but copy, show what the loopback moves.
 """
 
 import asyncio
 import json
+import socket
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ from tidemill_transfer.agent import TransferAgent, new_tags, open_agent
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "16 MiB": 16 * MIB, "64 MiB": 64 * MIB}
 IN_FLIGHT = (1, 2, 4)
-TRANSPORTS = ("ucx", "tcp", "grpc")
+TRANSPORTS = ("ucx", "tcp", "grpc", "socket")
 BYTES_PER_MEASUREMENT = 128 * MIB
 MAX_TRANSFERS = 100
 CHUNK_BYTES = MIB  # the size at which gRPC streams fastest
@@ -111,9 +112,26 @@ def grpc_transfers(channel: grpc.aio.Channel) -> Transfers:
     return run
 
 
-def open_channel(peer: Peer) -> grpc.aio.Channel:
-    """A channel to the peer's gRPC server."""
-    return grpc.aio.insecure_channel(peer.addresses["grpc"], options=MESSAGE_LIMIT)
+def socket_transfers(address: str) -> Transfers:
+    """Transfers over a blocking socket in a thread."""
+    host, port = address.rsplit(":", 1)
+
+    def run_blocking(message: np.ndarray, count: int) -> list[float]:
+        seconds = []
+        with socket.create_connection((host, int(port))) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(message.nbytes.to_bytes(8, "little"))
+            for _ in range(count):
+                start = time.perf_counter()
+                connection.sendall(message.data)
+                connection.recv(ACK_BYTES, socket.MSG_WAITALL)
+                seconds.append(time.perf_counter() - start)
+        return seconds
+
+    async def run(message: np.ndarray, count: int) -> list[float]:
+        return await asyncio.to_thread(run_blocking, message, count)
+
+    return run
 
 
 async def measure(transfers: Transfers, size: int, in_flight: int, samples: Samples) -> None:
@@ -138,6 +156,7 @@ async def collect(rounds: int) -> dict[tuple[str, str, int], Samples]:
     ):
         ways: dict[str, Transfers] = {name: agent_transfers(agent, name, peer) for name, agent in agents.items()}
         ways["grpc"] = grpc_transfers(channel)
+        ways["socket"] = socket_transfers(peer.addresses["socket"])
         for turn in range(rounds):
             for name, size in SIZES.items():
                 for in_flight in IN_FLIGHT:
@@ -152,14 +171,14 @@ async def collect(rounds: int) -> dict[tuple[str, str, int], Samples]:
 def to_rows(samples: dict[tuple[str, str, int], Samples]) -> list[Row]:
     """Throughput for each number in flight, latency for one, both beside gRPC and TCP."""
     rows = []
-    for baseline, label in (("grpc", "gRPC streaming"), ("tcp", "TCP agent")):
+    for baseline, label in (("grpc", "gRPC streaming"), ("tcp", "TCP agent"), ("socket", "blocking sockets")):
         for size, size_bytes in SIZES.items():
             for in_flight in IN_FLIGHT:
                 ours, theirs = samples["ucx", size, in_flight], samples[baseline, size, in_flight]
-                goal = ">= 3x gRPC streaming" if baseline == "grpc" and size_bytes >= MIB else None
+                goal = ">= 0.8x blocking sockets" if baseline == "socket" and size_bytes >= 16 * MIB else None
                 rows.append(
                     Row(
-                        metric=f"UCX throughput, {size}",
+                        metric=f"UCX throughput, {size} x {in_flight}",
                         unit="GB/s",
                         value=statistics.median(ours.bytes_per_s) / 1e9,
                         higher_is_better=True,

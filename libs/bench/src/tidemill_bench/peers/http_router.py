@@ -26,6 +26,20 @@ class PeerRouter:
 
 
 @contextmanager
+def canned(log: Path) -> Iterator[PeerRouter]:
+    """Runs one canned server alone: what a client pays without any router."""
+    port = free_port()
+    with log.open("wb") as sink:
+        process = subprocess.Popen([sys.executable, canned_server.__file__, str(port)], stdout=sink, stderr=sink)
+    try:
+        _wait_usable(port, process, log)
+        yield PeerRouter(port, process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
 def peer_router(venv: Path, name: str, log: Path) -> Iterator[PeerRouter | None]:
     """Runs the router with two canned servers behind it; None, with a word about it, where it is not installed."""
     python = venv / "bin" / "python"

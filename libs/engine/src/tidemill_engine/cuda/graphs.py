@@ -3,46 +3,26 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-
-from tidemill_engine.cuda.attention import PageTable
-
-
-@dataclass(frozen=True)
-class DecodeGraph:
-    """A captured step of `size` rows and the attention wrapper that is planned before each replay."""
-
-    size: int
-    wrapper: Any
-    graph: torch.cuda.CUDAGraph
 
 
 class DecodeGraphs:
-    """`record(size)` runs a decode step of so many rows over static buffers; it is captured as it is."""
+    """`bind(size)` fills static buffers with sound numbers, `record(size)` runs a decode step of so many rows over
+    them, which is captured as it is."""
 
-    def __init__(
-        self,
-        max_rows: int,
-        make_wrapper: Callable[[int], Any],
-        bind: Callable[[Any, int], None],
-        record: Callable[[int], None],
-    ) -> None:
+    def __init__(self, max_rows: int, bind: Callable[[int], None], record: Callable[[int], None]) -> None:
         self.sizes = graph_sizes(max_rows)
-        self._make_wrapper = make_wrapper
         self._bind = bind
         self._record = record
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def size_for(self, num_rows: int) -> int:
         """Smallest size of the grid that holds the rows."""
         return next(size for size in self.sizes if size >= num_rows)
 
-    def get(self, size: int) -> DecodeGraph:
+    def get(self, size: int) -> torch.cuda.CUDAGraph:
         """The graph of a size of the grid, captured now if it was not yet."""
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
@@ -54,16 +34,15 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self.get(size)
 
-    def _capture(self, size: int) -> DecodeGraph:
-        wrapper = self._make_wrapper(size)
-        self._bind(wrapper, size)
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        self._bind(size)
         # The first run compiles kernels and lets libraries take their workspaces, which a capture must not.
         self._record(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._record(size)
-        return DecodeGraph(size, wrapper, graph)
+        return graph
 
 
 @contextmanager
@@ -82,9 +61,3 @@ def graph_sizes(max_rows: int) -> list[int]:
     """1, 2, 4, 8, then steps of 8 up to 64, of 16 up to 256, of 32 beyond; the last is max_rows."""
     grid = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
     return [*(size for size in grid if size < max_rows), max_rows]
-
-
-def padding_table(size: int, null_block: int) -> PageTable:
-    """Every row holds one token in the null block."""
-    ones = np.ones(size, np.int32)
-    return PageTable(np.arange(size + 1, dtype=np.int32), np.full(size, null_block, np.int32), ones)

@@ -4,8 +4,12 @@ import importlib.util
 
 import torch
 
+from tidemill_engine.models.latent_config import IndexerConfig, LatentConfig
+
 PACKAGES = ("flashinfer", "triton")
 HEAD_DIMS = (64, 128, 256)
+LEAST_LATENT = 16
+HOPPER = (9, 0)
 
 
 class CudaUnavailable(RuntimeError):
@@ -27,3 +31,20 @@ def require_shape(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
         raise CudaUnavailable(f"head_dim {head_dim} is not one of {HEAD_DIMS}")
     if num_heads % num_kv_heads:
         raise CudaUnavailable(f"{num_heads} query heads do not divide by {num_kv_heads} KV heads")
+
+
+def require_latent_shape(latent: LatentConfig, indexer: IndexerConfig | None) -> None:
+    """Raises CudaUnavailable for latents that the kernels do not take."""
+    sizes = {"kv_lora_rank": latent.kv_rank, "qk_rope_head_dim": latent.rope_dim}
+    if indexer is not None:
+        sizes["index_head_dim"] = indexer.head_dim
+    for name, size in sizes.items():
+        if size < LEAST_LATENT or size & (size - 1):
+            raise CudaUnavailable(f"{name} {size} is not a power of two from {LEAST_LATENT} on")
+
+
+def require_hopper(capability: tuple[int, int], what: str) -> None:
+    """Raises CudaUnavailable for a device whose compute capability is not the one that `what` has kernels for."""
+    if capability != HOPPER:
+        has, needed = (".".join(map(str, version)) for version in (capability, HOPPER))
+        raise CudaUnavailable(f"{what} need a device of compute capability {needed}, this one has {has}")

@@ -9,20 +9,18 @@ import numpy as np
 import structlog
 import torch
 
-from tidemill_engine.cuda.attention import PagedAttention, PageTable
+from tidemill_engine.cuda.attention import PageTable, StepAttention
 from tidemill_engine.cuda.batch import StepRows, fill_tokens, page_table, read_rows
-from tidemill_engine.cuda.graphs import DecodeGraphs, padding_table
+from tidemill_engine.cuda.graphs import DecodeGraphs
 from tidemill_engine.cuda.kernels.draw import draw_tokens
 from tidemill_engine.cuda.kernels.embed import embed
 from tidemill_engine.cuda.kv_pool import CudaKVPool
-from tidemill_engine.cuda.linear import float_logits
 from tidemill_engine.cuda.loading import load_cuda_model
-from tidemill_engine.cuda.requirements import require_machine
 from tidemill_engine.cuda.step_inputs import StepInputs
+from tidemill_engine.cuda.tuning import tune
 from tidemill_engine.loading.checkpoint import TensorSource
 from tidemill_engine.model_runner import ModelRunner, sampled_rows
 from tidemill_engine.models.base import ModelShape
-from tidemill_engine.models.dense import PAGED
 from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.sampling.sampler import Sampled
 from tidemill_engine.settings import EngineSettings
@@ -70,30 +68,33 @@ class CudaModelRunner(ModelRunner):
         use_graphs: bool = True,
         prefill_backend: str = "fa3",
     ) -> None:
-        require_machine()
         torch.cuda.set_device(torch.device(settings.device).index or 0)
         self._tensors = tensors
         super().__init__(settings, tp)
         assert isinstance(self.pool, CudaKVPool)
-        heads = self.cuda_model.heads
-        self.paged = PagedAttention(self.pool, PAGED, heads, prefill_backend=prefill_backend)
+        self._invariant = settings.batch_invariant
+        self.paged: StepAttention = self.cuda_model.open_attention(self.pool, prefill_backend)
         self._max_rows = settings.max_num_seqs
         num_indices = self._max_rows * (self.rows.blocks.shape[1] + 1)
         num_tokens = max(settings.max_num_batched_tokens, self._max_rows)
-        self.inputs = StepInputs(num_tokens, self._max_rows, num_indices)
+        more = self.paged.part_sizes(self._max_rows, num_tokens)
+        tile_words = self.paged.most_tile_words(self._max_rows, num_indices)
+        self.inputs = StepInputs(num_tokens, self._max_rows, num_indices, tile_words, more)
+        self.paged.open(self.inputs)
         self._logits = torch.empty((self._max_rows, self.vocab_size), dtype=torch.float32, device="cuda")
         self._tokens = torch.zeros(self._max_rows, dtype=torch.int32, device="cuda")
         # By the runner's row; the last one is for the rows that fill a graph up.
         self._row_tokens = torch.zeros(self._max_rows + 1, dtype=torch.int32, device="cuda")
         self._arrivals = [_arrival(self._max_rows), _arrival(self._max_rows)]
-        graphs = DecodeGraphs(self._max_rows, self._graph_wrapper, self._bind_graph, self._record_decode)
+        graphs = DecodeGraphs(self._max_rows, self._bind_graph, self._record_decode)
         self.graphs = graphs if use_graphs else None
         self.replay: Callable[[torch.cuda.CUDAGraph], None] = torch.cuda.CUDAGraph.replay
         """How a graph is launched; a benchmark puts its events around it."""
 
     def _load(self, settings: EngineSettings) -> ModelShape:
         self.cuda_model = load_cuda_model(Path(settings.model_dir), settings, self.tp, self._tensors)
-        self.backend = "cuda/flashinfer/bf16"
+        form = "bf16" if settings.weights == "auto" else settings.weights
+        self.backend = f"cuda/{form}" + ("/batch-invariant" if settings.batch_invariant else "")
         return self.cuda_model
 
     def _open_attention(self) -> None:
@@ -139,10 +140,12 @@ class CudaModelRunner(ModelRunner):
         )
 
     def warm_up(self) -> None:
-        """Captures all graphs, which builds the decode kernels, then runs a prefill and a decode step over block 0."""
+        """Measures which products are fastest, captures all graphs, runs a prefill and a decode step over block 0."""
         started = time.perf_counter()
         if self.graphs is not None:
             with torch.inference_mode():
+                if not self._invariant:
+                    tune(self.cuda_model, self.graphs.sizes)
                 self.graphs.capture_all()
         captured = time.perf_counter()
         super().warm_up()
@@ -161,10 +164,9 @@ class CudaModelRunner(ModelRunner):
         graph = self.graphs.get(size)
         table = page_table(self.rows, step.rows, step.starts + 1, size, self.pool.null_block)
         self._fill(step, size)
-        self._send(table)
-        self.paged.plan_replay(graph.wrapper, table)
+        self._send(table, np.ones(size, np.int64), size)
         self.inputs.mark_sent()
-        self.replay(graph.graph)
+        self.replay(graph)
         return np.flatnonzero(step.samples)
 
     def _run_eager(self, step: StepRows) -> np.ndarray:
@@ -178,16 +180,10 @@ class CudaModelRunner(ModelRunner):
 
     def prepare(self, step: StepRows) -> None:
         """Sends the step's numbers and plans its attention for a pass without a graph."""
-        decode, ends, null = step.num_decode, step.starts + step.counts, self.pool.null_block
+        table = page_table(self.rows, step.rows, step.starts + step.counts, 0, self.pool.null_block)
         self._fill(step, 0)
-        self._send(None)
-        chunk_rows, chunk_ends = step.rows[decode:], ends[decode:]
-        self.paged.plan(
-            page_table(self.rows, step.rows[:decode], ends[:decode], 0, null) if decode else None,
-            page_table(self.rows, chunk_rows, chunk_ends, 0, null) if chunk_rows.size else None,
-            np.concatenate([[0], np.cumsum(step.counts[decode:])]).astype(np.int32),
-            fresh=not step.starts[decode:].any(),
-        )
+        self._send(table, step.counts, step.num_decode)
+        self.paged.plan(table, step.counts, fresh=not step.starts[step.num_decode :].any())
         self.inputs.mark_sent()
 
     def forward(self, num_tokens: int, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -224,20 +220,15 @@ class CudaModelRunner(ModelRunner):
         host["counts"][: rows.size] = positions
         host["rows"][: rows.size] = rows
 
-    def _send(self, table: PageTable | None) -> None:
-        if table is None:
-            self.inputs.send(0)
-            return
-        host = self.inputs.host
-        host["indptr"][: table.indptr.size] = table.indptr
-        host["last_page_len"][: table.last_page_len.size] = table.last_page_len
-        host["indices"][: table.indices.size] = table.indices
-        self.inputs.send(table.indices.size)
+    def _send(self, table: PageTable, counts: np.ndarray, num_decode: int) -> None:
+        tile_words = self.paged.fill(self.inputs.host, table, counts, num_decode)
+        self.inputs.send(table.indices.size, tile_words)
 
     def _head(self, hidden: torch.Tensor) -> None:
         """Logits and plainly sampled tokens of the rows, into the static buffers."""
         size, device = hidden.shape[0], self.inputs.device
-        logits = float_logits(hidden, self.cuda_model.head_weight, self._logits[:size])
+        logits = self._logits[:size]
+        self.cuda_model.head(hidden, logits)
         draw_tokens(
             logits,
             device["temperatures"][:size],
@@ -265,21 +256,17 @@ class CudaModelRunner(ModelRunner):
         positions: np.ndarray = step.starts + step.counts - self.rows.prompt_tokens[step.rows]
         return positions
 
-    def _graph_wrapper(self, size: int) -> object:
-        device = self.inputs.device
-        return self.paged.graph_wrapper(device["indptr"][: size + 1], device["indices"], device["last_page_len"][:size])
-
-    def _bind_graph(self, wrapper: object, size: int) -> None:
-        """Plans padding rows only and sends them, so that the recorded run reads sound numbers."""
+    def _bind_graph(self, size: int) -> None:
+        """Sends rows that fill a graph up and nothing else, so that the recorded run reads sound numbers."""
         self.inputs.wait()
         host, null = self.inputs.host, self.pool.null_block
         values = {"token_ids": 0, "positions": 0, "block_ids": null, "temperatures": 1, "counts": 0}
         for name, value in (values | {"rows": self._max_rows}).items():
             host[name][:size] = value
-        table = padding_table(size, null)
-        self._send(table)
-        self.paged.plan_first(wrapper, table)
+        nobody = np.zeros(0, np.int64)
+        self._send(page_table(self.rows, nobody, nobody, size, null), np.ones(size, np.int64), size)
         self.inputs.mark_sent()
+        self.paged.expect_decode(size)
 
     def _record_decode(self, size: int) -> None:
         self._head(self.forward(size, None))

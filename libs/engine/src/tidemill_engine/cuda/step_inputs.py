@@ -1,7 +1,7 @@
 """A step's numbers in one pinned buffer and one device buffer, so that a step needs one copy to the device.
 
-    int64  seeds | int32  token_ids, positions, block_ids (tokens) | rows, wanted, temperatures (as bits), counts,
-    indptr, last_page_len (rows) | indices
+    int64  seeds | int32  rows, wanted, temperatures (as bits), counts, indptr, last_page_len (rows) | the attention's |
+    token_ids, positions, block_ids (tokens) | indices | tiles
 
 The device buffer never moves: CUDA graphs read it in place.
 """
@@ -28,15 +28,18 @@ class Part:
 class StepInputs:
     """`host` arrays are filled, `send` copies them, `device` tensors are what kernels read."""
 
-    def __init__(self, num_tokens: int, num_rows: int, num_indices: int) -> None:
+    def __init__(
+        self, num_tokens: int, num_rows: int, num_indices: int, num_tile_words: int, more: dict[str, int]
+    ) -> None:
         self.num_rows = num_rows
+        sizes = dict.fromkeys(_ROW_PARTS, num_rows + 1) | more
+        sizes |= dict.fromkeys(_TOKEN_PARTS, num_tokens) | {"indices": num_indices, "tiles": num_tile_words}
         parts: dict[str, Part] = {"seeds": Part(0, 2 * num_rows)}
         end = _round_up(2 * num_rows)
-        for names, size in ((_TOKEN_PARTS, num_tokens), (_ROW_PARTS, num_rows + 1), (("indices",), num_indices)):
-            for name in names:
-                parts[name] = Part(end, size)
-                end = _round_up(end + size)
-        self._indices_start = parts["indices"].start
+        for name, size in sizes.items():
+            parts[name] = Part(end, size)
+            end = _round_up(end + size)
+        self._indices_start, self._tiles_start = parts["indices"].start, parts["tiles"].start
         self._pinned = torch.zeros(end, dtype=torch.int32, pin_memory=True)
         self._on_device = torch.zeros(end, dtype=torch.int32, device="cuda")
         words = self._pinned.numpy()
@@ -52,10 +55,14 @@ class StepInputs:
         """Returns once the device has read what the last step's plans and copies left in pinned memory."""
         self._sent.synchronize()
 
-    def send(self, num_indices: int) -> None:
-        """Starts the copy; `mark_sent` must follow it and the step's plans."""
-        end = self._indices_start + num_indices
-        self._on_device[:end].copy_(self._pinned[:end], non_blocking=True)
+    def send(self, num_indices: int, num_tile_words: int) -> None:
+        """Starts the copies; `mark_sent` must follow them and the step's plans."""
+        self._copy(0, self._indices_start + num_indices)
+        if num_tile_words:
+            self._copy(self._tiles_start, self._tiles_start + num_tile_words)
+
+    def _copy(self, start: int, end: int) -> None:
+        self._on_device[start:end].copy_(self._pinned[start:end], non_blocking=True)
 
     def mark_sent(self) -> None:
         """All copies of this step from pinned memory have been started."""

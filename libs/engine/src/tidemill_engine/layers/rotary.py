@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tidemill_engine.models.config import RopeConfig
+from tidemill_engine.models.rope_config import RopeConfig
 
 
 class RotaryTable:
@@ -22,10 +22,42 @@ class RotaryTable:
         return self.cos[positions][:, None], self.sin[positions][:, None]
 
 
+class PairRotary:
+    """Turns the last `dim` values of a head in pairs that lie beside each other, and leaves them there; angles are made
+    for the positions at hand."""
+
+    def __init__(self, rope: RopeConfig, dim: int) -> None:
+        self.dim = dim
+        self._frequencies, self._scale = inverse_frequencies(rope, dim)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin as [tokens, 1, dim / 2]."""
+        angles = (positions[:, None].float() * self._frequencies)[:, None]
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    def turn(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """heads [tokens, heads, values]"""
+        cos, sin = angles
+        plain, turning = heads[..., : -self.dim], heads[..., -self.dim :]
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([plain, turned.flatten(-2)], dim=-1)
+
+    def turn_back(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """By the opposite angles."""
+        cos, sin = angles
+        return self.turn(heads, (cos, -sin))
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, dim], halves as in Hugging Face checkpoints."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def pairs_to_halves(x: torch.Tensor) -> torch.Tensor:
+    """Values that turn together, from beside each other to half a head apart."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:

@@ -8,11 +8,14 @@ images of GGUF blocks. "auto" takes the smallest form that holds each matrix exa
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
 
 from tidemill_engine.attention.base import AttentionBackend
+from tidemill_engine.attention.compressed import CompressedAttention
+from tidemill_engine.attention.latent import LatentAttention
 from tidemill_engine.attention.native import NativeAttention, unsupported
 from tidemill_engine.attention.torch_reference import TorchReference
 from tidemill_engine.kernels.build import KernelsUnavailable
@@ -21,23 +24,26 @@ from tidemill_engine.kernels.packing import Packed, pack_float, pack_q4_1, pack_
 from tidemill_engine.kv_pool import KVPool
 from tidemill_engine.layers.elementwise import NativeElementwise, TorchElementwise
 from tidemill_engine.layers.linear import FullPrecision, Linear, PackedLinear
-from tidemill_engine.loading.checkpoint import Checkpoint
+from tidemill_engine.loading.checkpoint import Checkpoint, TensorSource
 from tidemill_engine.loading.errors import CheckpointError
+from tidemill_engine.loading.names import names_of
+from tidemill_engine.loading.read_ahead import reading_ahead
 from tidemill_engine.loading.weights import WeightSource
 from tidemill_engine.models.base import Model
-from tidemill_engine.models.config import TOY_ARCHITECTURE, ModelConfig, read_config
-from tidemill_engine.models.dense import DenseModel
-from tidemill_engine.models.toy import ToyModel
+from tidemill_engine.models.build import build_model
+from tidemill_engine.models.config import ModelConfig, read_config
 from tidemill_engine.parallel.tp import TensorParallel
 
 log = structlog.get_logger()
+
+CUDA_ONLY = ("fp8", "fp8_block", "int8", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model and how it computes."""
 
-    model: Model
+    model: Model[Any]
     make_attention: Callable[[KVPool], AttentionBackend]
     backend: str
 
@@ -45,19 +51,29 @@ class LoadedModel:
 def load_model(model_dir: Path, weights: str, kv_dtype: str, tp: TensorParallel) -> LoadedModel:
     """Raises CheckpointError for what is missing or unknown, ValueError for a size that tp_size does not divide."""
     config = read_config(model_dir)
-    checkpoint = Checkpoint(model_dir)
+    for name, value in (("weights", weights), ("kv_dtype", kv_dtype)):
+        if value in CUDA_ONLY:
+            raise CheckpointError(f"{name} = {value!r} runs on CUDA only")
+    checkpoint = Checkpoint(model_dir, names_of(config.architecture))
     reason = "" if weights == "fp32" else _native_obstacle(config)
     if reason and weights != "auto":
         raise CheckpointError(f"weights = {weights!r} cannot be used: {reason}")
     if reason:
         log.warning("cpu_kernels_unavailable", reason=reason, backend="torch-reference", weights="fp32")
-    if reason or weights == "fp32":
-        plain = WeightSource(checkpoint, tp, make_full_precision, TorchElementwise())
-        return LoadedModel(_build(config, plain, kv_dtype), TorchReference, "cpu/torch-reference/fp32")
+    with reading_ahead(checkpoint, config, tp) as tensors:
+        return _load(config, tensors, "fp32" if reason else weights, kv_dtype, tp)
+
+
+def _load(config: ModelConfig, tensors: TensorSource, weights: str, kv_dtype: str, tp: TensorParallel) -> LoadedModel:
+    if weights == "fp32":
+        plain = build_model(config, WeightSource(tensors, tp, make_full_precision, TorchElementwise()), kv_dtype)
+        return LoadedModel(plain, attention_of(config, TorchReference), "cpu/torch-reference/fp32")
     packer = Packer(weights)
-    model = _build(config, WeightSource(checkpoint, tp, packer.make, NativeElementwise()), kv_dtype)
+    model = build_model(config, WeightSource(tensors, tp, packer.make, NativeElementwise()), kv_dtype)
     unit = "native-amx" if has_tile_unit() else "native"
-    return LoadedModel(model, NativeAttention, f"cpu/{unit}/{packer.main_format}")
+    attention = attention_of(config, NativeAttention)
+    by = "" if attention is NativeAttention else "/torch-attention"
+    return LoadedModel(model, attention, f"cpu/{unit}{by}/{packer.main_format}")
 
 
 def make_full_precision(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -89,10 +105,13 @@ class Packer:
         return exact or pack_float(weight, bias, "fp32")
 
 
-def _build(config: ModelConfig, source: WeightSource, kv_dtype: str) -> Model:
-    if config.architecture == TOY_ARCHITECTURE:
-        return ToyModel(config, source, kv_dtype)
-    return DenseModel(config, source, kv_dtype)
+def attention_of(
+    config: ModelConfig, grouped_query: Callable[[KVPool], AttentionBackend]
+) -> Callable[[KVPool], AttentionBackend]:
+    """The backend of the model's kind of attention."""
+    if config.streams is not None:
+        return CompressedAttention
+    return LatentAttention if config.latent is not None else grouped_query
 
 
 def _native_obstacle(config: ModelConfig) -> str:
@@ -101,7 +120,9 @@ def _native_obstacle(config: ModelConfig) -> str:
         load()
     except KernelsUnavailable as error:
         return str(error)
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % 32:
-            return f"{name} {getattr(config, name)} is not a multiple of 32"
+    for name, width in config.input_widths().items():
+        if width % 32:
+            return f"{name} {width} is not a multiple of 32"
+    if config.latent is not None or config.streams is not None:
+        return ""
     return unsupported(config.head_dim, config.num_heads // config.num_kv_heads)

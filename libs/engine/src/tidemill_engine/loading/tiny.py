@@ -47,7 +47,7 @@ def make_tiny(architecture: str, out: Path, seed: int = 0, **overrides: Any) -> 
     with folder_being_made(out) as folder:
         save_file(random_tensors(config, seed), folder / "model.safetensors", {"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
-        _write_tokenizer(folder)
+        write_tokenizer(folder)
         eos = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         (folder / "generation_config.json").write_text(json.dumps(eos, indent=2) + "\n")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -152,7 +152,8 @@ def _state_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 256 bytes and `SPECIAL_TOKENS`, with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab, []))

@@ -28,6 +28,19 @@ class WeightSource:
         """A norm's weight, whole on every rank, float32."""
         return self.checkpoint.take(name, (size,)).float()
 
+    def whole(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A small tensor, whole on every rank, float32."""
+        return self.checkpoint.take(name, shape).float()
+
+    def integers(self, name: str, shape: Sequence[int], below: int) -> torch.Tensor:
+        """A table of numbers in [0, below), whole on every rank, int64."""
+        return self.checkpoint.take_integers(name, shape, below)
+
+    def replicated(self, name: str, rows: int, width: int, *, bias: bool = False) -> Linear:
+        """A matrix that every rank holds whole."""
+        weight = self.checkpoint.take(f"{name}.weight", (rows, width))
+        return self._make_linear(name, weight, self.vector(f"{name}.bias", rows) if bias else None)
+
     def embedding(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """Whole on every rank, as stored."""
         return self.checkpoint.take(name, (rows, columns))
@@ -48,6 +61,16 @@ class WeightSource:
         weight = self.checkpoint.take(f"{name}.weight", (rows, width), axis=1, start=start, end=end)
         adds = bias and self.tp.is_leader
         return self._make_linear(name, weight, self.vector(f"{name}.bias", rows) if adds else None)
+
+    def blocks(self, name: str, count: int, rows: int, width: int) -> list[Linear]:
+        """This rank's of `count` matrices of [rows, width] that are stored one under another."""
+        start, end = self.tp.share(f"blocks of {name}", count)
+        full = f"{name}.weight"
+        parts = [
+            self.checkpoint.take(full, (count * rows, width), start=i * rows, end=(i + 1) * rows)
+            for i in range(start, end)
+        ]
+        return [self._make_linear(name, part, None) for part in parts]
 
     def head(self, name: str, rows: int, width: int) -> Linear:
         """The output matrix, split by vocabulary."""

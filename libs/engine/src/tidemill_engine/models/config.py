@@ -6,28 +6,39 @@ from pathlib import Path
 from typing import Any
 
 from tidemill_engine.loading.errors import CheckpointError
+from tidemill_engine.models.latent_config import (
+    LATENT_ARCHITECTURES,
+    IndexerConfig,
+    LatentConfig,
+    parse_indexer,
+    parse_latent,
+    parse_sigmoid_moe,
+)
+from tidemill_engine.models.moe_config import MOE_ARCHITECTURES, MoeConfig, need, parse_moe
+from tidemill_engine.models.rope_config import RopeConfig, parse_rope
+from tidemill_engine.models.stream_config import (
+    STREAM_ARCHITECTURES,
+    StreamConfig,
+    parse_hashed_moe,
+    parse_streams,
+    window_rope,
+)
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TOY_ARCHITECTURE = "TidemillToyForCausalLM"
+KNOWN_ARCHITECTURES = (
+    *DENSE_ARCHITECTURES,
+    *MOE_ARCHITECTURES,
+    *LATENT_ARCHITECTURES,
+    *STREAM_ARCHITECTURES,
+    TOY_ARCHITECTURE,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding; `kind` is one of "default", "linear", "llama3", "yarn"."""
-
-    kind: str
-    theta: float
-    factor: float = 1.0
-    original_context_tokens: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float = 0.0
-    """0: derived from the factor."""
-    truncate: bool = True
+TEXT_PARTS = {
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+}
+"""Models with other senses, of which the text part is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,24 @@ class ModelConfig:
     state_values: int = 0
     """Values for each head of the toy architecture's state layers."""
     snapshot_interval_tokens: int = 0
+    moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
+    indexer: IndexerConfig | None = None
+    streams: StreamConfig | None = None
+
+    def input_widths(self) -> dict[str, int]:
+        """Input features of the model's matrices, by key."""
+        widths = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        if self.moe is not None:
+            widths["moe_intermediate_size"] = self.moe.expert_size
+        if self.latent is not None:
+            widths["q_lora_rank"] = self.latent.q_rank
+            widths["num_attention_heads * v_head_dim"] = self.num_heads * self.latent.value_dim
+        if self.streams is not None:
+            widths["q_lora_rank"] = self.streams.q_rank
+            widths["o_groups * o_lora_rank"] = self.streams.output_groups * self.streams.output_rank
+            widths["heads of a group * head_dim"] = self.num_heads * self.head_dim // self.streams.output_groups
+        return widths
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -64,8 +93,11 @@ def read_config(model_dir: Path) -> ModelConfig:
         raise CheckpointError(f"{path} is missing")
     raw = json.loads(path.read_text(encoding="utf-8"))
     architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in (*DENSE_ARCHITECTURES, TOY_ARCHITECTURE):
-        known = ", ".join((*DENSE_ARCHITECTURES, TOY_ARCHITECTURE))
+    if architecture in TEXT_PARTS:
+        raw = {"quantization_config": raw.get("quantization_config")} | raw.get("text_config", {})
+        architecture = TEXT_PARTS[architecture]
+    if architecture not in KNOWN_ARCHITECTURES:
+        known = ", ".join(KNOWN_ARCHITECTURES)
         raise CheckpointError(f"architecture {architecture} is not supported; known: {known}")
     return _parse(architecture, raw)
 
@@ -73,64 +105,48 @@ def read_config(model_dir: Path) -> ModelConfig:
 def _parse(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+    quantised = (raw.get("quantization_config") or {}).get("quant_method", "fp8")
+    if quantised != "fp8":
+        raise CheckpointError(f"quant_method {quantised!r} is not supported, only 'fp8' (with FP4 experts)")
     if raw.get("use_sliding_window"):
         raise CheckpointError("use_sliding_window is not supported")
-    num_heads = _need(raw, "num_attention_heads")
-    hidden_size = _need(raw, "hidden_size")
+    if architecture == "MixtralForCausalLM" and raw.get("sliding_window"):
+        raise CheckpointError("sliding_window is not supported for MixtralForCausalLM")
+    num_heads = need(raw, "num_attention_heads")
+    hidden_size = need(raw, "hidden_size")
     llama_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        intermediate_size=_need(raw, "intermediate_size"),
-        num_layers=_need(raw, "num_hidden_layers"),
+        # Where every layer has experts, there may be no other size.
+        intermediate_size=need(raw, "intermediate_size", "moe_intermediate_size"),
+        num_layers=need(raw, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
         head_dim=raw.get("head_dim") or hidden_size // num_heads,
-        vocab_size=_need(raw, "vocab_size"),
-        context_tokens=_need(raw, "max_position_embeddings"),
+        vocab_size=need(raw, "vocab_size"),
+        context_tokens=need(raw, "max_position_embeddings"),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope=_parse_rope(raw),
+        rope=window_rope(raw) if architecture in STREAM_ARCHITECTURES else parse_rope(raw),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=llama_bias or architecture == "Qwen2ForCausalLM",
         output_bias=llama_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         window_tokens=raw.get("window_tokens", 0),
         state_values=raw.get("state_values", 0),
         snapshot_interval_tokens=raw.get("snapshot_interval_tokens", 0),
+        moe=_parse_moe(architecture, raw),
+        latent=parse_latent(architecture, raw),
+        indexer=parse_indexer(architecture, raw, need(raw, "num_hidden_layers")),
+        streams=parse_streams(architecture, raw, need(raw, "num_hidden_layers")),
     )
 
 
-def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
-    # transformers 5 writes all of it as rope_parameters, older ones as rope_theta and rope_scaling.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "dynamic":
-        raise CheckpointError(
-            "rope scaling 'dynamic' is not supported: its frequencies change with the length, cached KV would be wrong"
-        )
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise CheckpointError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3, yarn")
-    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError("partial_rotary_factor is not supported")
-    return RopeConfig(
-        kind=kind,
-        theta=float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0))),
-        factor=float(scaling.get("factor", 1.0)),
-        original_context_tokens=scaling.get("original_max_position_embeddings")
-        or _need(raw, "max_position_embeddings"),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        attention_factor=float(scaling.get("attention_factor") or 0.0),
-        truncate=bool(scaling.get("truncate", True)),
-    )
-
-
-def _need(raw: dict[str, Any], key: str) -> int:
-    if raw.get(key) is None:
-        raise CheckpointError(f"config.json lacks {key}")
-    return int(raw[key])
+def _parse_moe(architecture: str, raw: dict[str, Any]) -> MoeConfig | None:
+    num_layers = need(raw, "num_hidden_layers")
+    if architecture in LATENT_ARCHITECTURES:
+        return parse_sigmoid_moe(raw, num_layers)
+    if architecture in STREAM_ARCHITECTURES:
+        return parse_hashed_moe(raw, num_layers)
+    return parse_moe(architecture, raw, num_layers)

@@ -1,4 +1,5 @@
-"""Decoders of the Llama family: Llama, Qwen2 (bias on Q, K, V), Qwen3 (norms on Q and K)."""
+"""Decoders with grouped-query attention: Llama, Qwen2 (bias on Q, K, V), Qwen3 (norms on Q and K), and those of them
+whose MLPs are experts: Mixtral, Qwen3-MoE."""
 
 import torch
 from torch.nn import functional
@@ -8,6 +9,7 @@ from tidemill_engine.kv_groups import KVGroupSpec
 from tidemill_engine.layers.rotary import RotaryTable
 from tidemill_engine.loading.weights import WeightSource
 from tidemill_engine.models.config import ModelConfig
+from tidemill_engine.models.mlp import make_mlp
 
 PAGED = "kv"
 
@@ -52,22 +54,6 @@ class SelfAttention:
         return self.tp.all_reduce(self.out(attended))
 
 
-class GatedMlp:
-    """silu(gate) * up, then down."""
-
-    def __init__(self, config: ModelConfig, source: WeightSource, prefix: str) -> None:
-        inner, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        source.tp.share("intermediate_size", inner)
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up = source.columns(names, [inner, inner], hidden, bias=bias)
-        self.down = source.row(f"{prefix}.down_proj", hidden, inner, bias=bias)
-        self.tp = source.tp
-        self.elementwise = source.elementwise
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(self.down(self.elementwise.silu_mul(self.gate_up(x))))
-
-
 class Embeddings:
     """Token embedding, last norm and output matrix."""
 
@@ -90,6 +76,10 @@ class Embeddings:
         added = None if delta is None else delta[index]
         return self.elementwise.add_rms_norm(hidden[index], added, self.norm, self.eps)
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """By the last norm."""
+        return self.elementwise.add_rms_norm(hidden, None, self.norm, self.eps)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.tp.gather_columns(self.head(hidden))
 
@@ -103,7 +93,7 @@ class DenseLayer:
         self.input_norm = source.vector(f"{prefix}.input_layernorm.weight", config.hidden_size)
         self.attention = SelfAttention(config, source, f"{prefix}.self_attn")
         self.mlp_norm = source.vector(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
-        self.mlp = GatedMlp(config, source, f"{prefix}.mlp")
+        self.mlp = make_mlp(config, source, f"{prefix}.mlp", index)
 
 
 class DenseModel:
@@ -127,7 +117,7 @@ class DenseModel:
             q, k, v = layer.attention.project(normed, cos, sin)
             delta = layer.attention.finish(attention.paged(PAGED, index, q, k, v))
             normed = self.elementwise.add_rms_norm(hidden, delta, layer.mlp_norm, layer.eps)
-            delta = layer.mlp(normed)
+            delta = layer.mlp(normed, batch.token_ids)
         return self.embeddings.last(hidden, delta, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

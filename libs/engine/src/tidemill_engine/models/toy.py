@@ -14,7 +14,8 @@ from tidemill_engine.kv_groups import KVGroupSpec
 from tidemill_engine.layers.rotary import RotaryTable
 from tidemill_engine.loading.weights import WeightSource
 from tidemill_engine.models.config import ModelConfig
-from tidemill_engine.models.dense import DenseLayer, Embeddings, GatedMlp, paged_group
+from tidemill_engine.models.dense import DenseLayer, Embeddings, paged_group
+from tidemill_engine.models.mlp import GatedMlp
 
 PAGED, WINDOW, STATE = "paged", "window", "state"
 KINDS = (PAGED, WINDOW, STATE)
@@ -71,7 +72,7 @@ class ToyModel:
                 attend = attention.paged if KINDS[index % 3] == PAGED else attention.window
                 delta = layer.attention.finish(attend(KINDS[index % 3], index // 3, q, k, v))
             normed = self.elementwise.add_rms_norm(hidden, delta, layer.mlp_norm, layer.eps)
-            delta = layer.mlp(normed)
+            delta = layer.mlp(normed, batch.token_ids)
         return self.embeddings.last(hidden, delta, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class GrammarCompiler:
         try:
             constraint = GrammarConstraint(self._compile(spec).deep_copy())
         except ValueError as error:
-            return FailedConstraint(str(error))
+            return FailedConstraint(first_line(str(error)))
         constraint.advance(consumed_token_ids)
         return constraint
 
@@ -47,21 +47,21 @@ class GrammarConstraint:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self.error: str = matcher.get_error()
+        self.error = first_line(matcher.get_error())
 
     def mask(self, out: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-        self.error = self._matcher.get_error()
+        self.error = first_line(self._matcher.get_error())
 
     def advance(self, token_ids: list[int]) -> None:
         # After its end a grammar takes no further token; what follows a stop is not the grammar's to judge.
         if token_ids and not self._matcher.is_stopped():
             self._matcher.consume_tokens(token_ids)
-            self.error = self._matcher.get_error()
+            self.error = first_line(self._matcher.get_error())
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
-        self.error = self._matcher.get_error()
+        self.error = first_line(self._matcher.get_error())
 
 
 class FailedConstraint:
@@ -78,6 +78,11 @@ class FailedConstraint:
 
     def rollback(self, num_tokens: int) -> None:
         """Nothing was taken."""
+
+
+def first_line(error: str) -> str:
+    """What is wrong; the library goes on with the state of its parser."""
+    return error.partition("\n")[0]
 
 
 def grammar_text(spec: GrammarSpec) -> str:

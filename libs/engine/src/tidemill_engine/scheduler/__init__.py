@@ -8,6 +8,7 @@ What a request holds, by phase:
     RECEIVING   known tokens + 1    -     yes             KVReady -> RUNNING, KVFailed -> WAITING or the end
     RUNNING     whole prompt, grows yes   yes             last token, hold, preemption -> WAITING
     HELD        whole prompt        -     yes             Release, Abort, hold_s
+                all computed        -     yes             the same, or Resume -> RUNNING (suspended for a move)
     FINISHED    -                   -     -
 
 (The slot column counts only for models with per-sequence KV groups.) A request that leaves ONBOARDING or RECEIVING

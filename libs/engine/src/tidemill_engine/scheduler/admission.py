@@ -2,10 +2,12 @@
 
 import enum
 
+from tidemill_engine.messages import BlocksHit
 from tidemill_engine.request import Request
 from tidemill_engine.scheduler import cover
-from tidemill_engine.scheduler.chunks import chunk_tokens
-from tidemill_engine.scheduler.lifecycle import begin_running, extend_chain, mark_stalled
+from tidemill_engine.scheduler.chunks import chunk_tokens, min_chunk
+from tidemill_engine.scheduler.decode_guard import is_paused, may_grow
+from tidemill_engine.scheduler.lifecycle import begin_running, extend_chain, look_up, mark_stalled
 from tidemill_engine.scheduler.plan import StepPlan
 from tidemill_engine.scheduler.prefilled import report_progress
 from tidemill_engine.scheduler.state import SchedulerState
@@ -25,20 +27,29 @@ class Verdict(enum.Enum):
     """It waits for something other than room: credit, budget or another request's prefix."""
 
 
-def admit_waiting(state: SchedulerState, plan: StepPlan, now_s: float) -> None:
-    """Admits what fits. A request that does not fit may be passed `max_overtakes` times, then nobody passes it."""
-    blocked: list[Request] = []
-    for request in state.waiting:
-        if state.num_active >= state.settings.max_num_seqs or len(blocked) >= _MAX_BLOCKED:
+class Admission:
+    """One step's admissions. A request that does not fit may be passed `max_overtakes` times, then nobody passes it."""
+
+    def __init__(self, state: SchedulerState, plan: StepPlan, now_s: float) -> None:
+        self._state = state
+        self._plan = plan
+        self._now_s = now_s
+        self._blocked: list[Request] = []
+        self._closed = False
+
+    def consider(self, request: Request) -> None:
+        """Admits the waiting request if it may and can be; most urgent first."""
+        state = self._state
+        if self._closed or state.num_active >= state.settings.max_num_seqs or is_paused(state, request):
             return
-        verdict = _try_admit(state, plan, request, now_s)
+        verdict = _try_admit(state, self._plan, request, self._now_s)
         if verdict is Verdict.NO_ROOM:
-            blocked.append(request)
+            self._blocked.append(request)
         elif verdict is Verdict.ADMITTED:
-            for passed in blocked:
+            for passed in self._blocked:
                 passed.num_overtaken += 1
-        if any(passed.num_overtaken >= state.settings.max_overtakes for passed in blocked):
-            return
+        passed_enough = any(passed.num_overtaken >= state.settings.max_overtakes for passed in self._blocked)
+        self._closed = passed_enough or len(self._blocked) >= _MAX_BLOCKED
 
 
 def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: float) -> Verdict:
@@ -52,6 +63,8 @@ def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: f
         return Verdict.LATER
     if _follows(state, request, now_s):
         return Verdict.LATER
+    if not may_grow(state, request):
+        return Verdict.NO_ROOM
     match = _take_blocks(state, request, need_snapshot=True)
     if match is None:
         return Verdict.NO_ROOM
@@ -67,6 +80,8 @@ def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: f
 
 
 def _admit_hand_over(state: SchedulerState, request: Request) -> Verdict:
+    if not may_grow(state, request):
+        return Verdict.NO_ROOM
     match = _take_blocks(state, request, need_snapshot=False)
     if match is None:
         return Verdict.NO_ROOM
@@ -75,17 +90,23 @@ def _admit_hand_over(state: SchedulerState, request: Request) -> Verdict:
 
 
 def _has_budget(state: SchedulerState, plan: StepPlan, request: Request) -> bool:
-    """There are tokens left for a chunk worth having, and not too many prompts are computed in part."""
-    left = plan.tokens_left
-    if left < min(len(request.tokens), min_chunk(state)) and not (plan.is_empty and left > 0):
+    """There are tokens left for a chunk worth having, and the prompt ends with it or may be computed in part."""
+    left, wanted = plan.tokens_left, request.num_uncached_tokens
+    if left < min(wanted, min_chunk(state.settings)) and not (plan.is_empty and left > 0):
         return False
-    partial = sum(1 for r in state.running if r.num_remaining_tokens > max(1, plan.chunks.get(r, 0)))
-    return partial < state.settings.max_partial_prefills or len(request.tokens) <= left
+    return wanted <= left or _may_be_partial(state, plan, request)
 
 
-def min_chunk(state: SchedulerState) -> int:
-    """Fewest tokens worth a row's overhead, unless fewer finish the prompt."""
-    return max(1, min(state.settings.block_size, state.settings.max_num_batched_tokens // 4))
+def _may_be_partial(state: SchedulerState, plan: StepPlan, request: Request) -> bool:
+    """Prompts computed in part are bounded in number and in blocks; one alone may always be. Each holds blocks for all
+    of its prompt, so it never waits for another one's."""
+    partial = [r for r in state.running if r.num_remaining_tokens > max(1, plan.chunks.get(r, 0))]
+    if not partial:
+        return True
+    blocks = sum(len(r.seq.block_ids) for r in partial if r.seq is not None)
+    blocks += cover.num_blocks(len(request.tokens), state.settings.block_size)
+    within_kv = blocks <= state.settings.partial_kv_share * state.cache.num_blocks
+    return within_kv and len(partial) < state.settings.max_partial_prefills
 
 
 def _follows(state: SchedulerState, request: Request, now_s: float) -> bool:
@@ -93,10 +114,9 @@ def _follows(state: SchedulerState, request: Request, now_s: float) -> bool:
     limit_s = state.settings.dedupe_wait_s
     if request.following_since_s >= 0 and now_s - request.following_since_s >= limit_s:
         return False
-    chain = extend_chain(state, request)
     usable = (len(request.tokens) - 1) // state.settings.block_size
-    depth = state.cache.cached_depth(chain)
-    if depth >= usable or state.in_flight.owner(chain[depth]) in (None, request):
+    depth = look_up(state, request)
+    if depth >= usable or state.in_flight.owner(request.hash_chain[depth]) in (None, request):
         return False
     if request.following_since_s < 0:
         request.following_since_s = now_s
@@ -109,7 +129,7 @@ def _take_blocks(state: SchedulerState, request: Request, *, need_snapshot: bool
     if state.has_sequence_state and state.slots.num_free == 0:
         return None
     cache, block_size = state.cache, state.settings.block_size
-    seq = cache.open(request.chain_root)
+    seq = cache.open(request.chain_root, request.priority)
     seq.hash_chain = request.hash_chain
     # KV from prefill covers all known tokens; otherwise the last one is computed for its logits.
     limit = len(request.tokens) - (0 if request.stage == "decode" else 1)
@@ -139,16 +159,21 @@ def _start(state: SchedulerState, request: Request, match: MatchResult, now_s: f
     """The request has blocks and gets a row."""
     state.waiting.remove(request)
     request.num_computed_tokens = match.num_tokens
+    request.num_expected_tokens = 0
     request.restore_snapshot_id = match.snapshot_id
     if request.scheduled_s < 0:
         found = min(match.num_tokens, request.prompt_tokens - 1)
         request.num_cached_l1 = min(found, request.local_tokens) if request.onboarded else found
-        request.num_cached_l3 = found - request.num_cached_l1
+        beyond = found - request.num_cached_l1
+        request.num_cached_l2 = min(beyond, request.onboarded_l2_tokens)
+        request.num_cached_l3 = beyond - request.num_cached_l2
         state.load.prompt_tokens_total += request.prompt_tokens
         state.load.cached_tokens_total += found
     begin_running(state, request, now_s)
     chain = extend_chain(state, request)
     state.in_flight.register(request, match.num_blocks, chain[match.num_blocks :])
+    if state.settings.report_hits and match.num_blocks:
+        state.notices.append(BlocksHit(chain[: match.num_blocks]))
     if request.stage == "prefill":
         # Before the first chunk, so that decode can be placed while it is computed.
         report_progress(state, request, final=False)

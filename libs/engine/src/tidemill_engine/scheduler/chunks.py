@@ -1,5 +1,12 @@
 """How long the next chunk of a prompt is."""
 
+from tidemill_engine.settings import EngineSettings
+
+
+def min_chunk(settings: EngineSettings) -> int:
+    """Fewest tokens worth a row's overhead, unless fewer finish the prompt."""
+    return max(1, min(settings.block_size, settings.max_num_batched_tokens // 4))
+
 
 def chunk_tokens(start: int, end: int, budget: int, snapshot_interval: int) -> int:
     """Tokens of the chunk that begins at `start` of a sequence of `end` known tokens.

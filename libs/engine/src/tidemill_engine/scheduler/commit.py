@@ -2,6 +2,7 @@
 
 from tidemill_engine.messages import EngineError, FinishReason, TokenLogprobs
 from tidemill_engine.request import Phase, Request
+from tidemill_engine.scheduler.decode_guard import look_for_runaway
 from tidemill_engine.scheduler.lifecycle import emit, end, hold
 from tidemill_engine.scheduler.plan import StepPlan
 from tidemill_engine.scheduler.prefilled import export_state, report_progress
@@ -12,16 +13,24 @@ from tidemill_engine.step import SampledRow, StepResult
 def commit_step(state: SchedulerState, plan: StepPlan, result: StepResult, step_s: float, now_s: float) -> None:
     """Takes the result of the step that `plan` asked for, which took `step_s` seconds."""
     sampled = {row.row: row for row in result.sampled}
-    num_prefill = sum(plan.chunks.values())
-    state.load.cost.observe(num_prefill, len(plan.decodes), step_s)
-    state.steps_since_prefill = 0 if num_prefill else state.steps_since_prefill + 1
+    state.load.cost.observe(plan.shape(), step_s)
+    _charge_tenants(state, plan, step_s)
+    state.steps_since_prefill = 0 if plan.chunks else state.steps_since_prefill + 1
     for request in plan.decodes:
         # A request may have ended after the step was planned: by an earlier step's token, or by an abort.
         if request.phase is Phase.RUNNING:
             _commit_row(state, request, 1, sampled.get(request.row), now_s)
     for request, num_tokens in plan.chunks.items():
         if request.phase is Phase.RUNNING:
+            state.order.computed(request, num_tokens, now_s)
             _commit_row(state, request, num_tokens, sampled.get(request.row), now_s)
+
+
+def _charge_tenants(state: SchedulerState, plan: StepPlan, step_s: float) -> None:
+    if not state.shares.contended:
+        return
+    tokens = dict.fromkeys(plan.decodes, 1) | plan.chunks
+    state.shares.charge(tokens, state.requests.values(), state.cache.num_blocks, step_s)
 
 
 def _commit_row(
@@ -48,9 +57,12 @@ def _commit_row(
         error = EngineError("INVALID_ARGUMENT", message, "sampling.grammar")
         end(state, request, "error", error, token_ids, logprobs)
     elif finish is not None:
+        if not request.is_runaway:
+            state.lengths.add(request.output_class, request.num_output_tokens)
         end(state, request, finish, None, token_ids, logprobs)
     elif request.stage != "prefill":
         emit(state, request, token_ids, logprobs)
+        look_for_runaway(state, request, kept)
     elif request.release_wanted:
         end(state, request, "prefilled", None, token_ids, logprobs)
     else:

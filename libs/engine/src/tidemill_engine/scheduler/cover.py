@@ -20,10 +20,12 @@ def step_cover(state: SchedulerState, request: Request) -> int:
 
 
 def final_cover(state: SchedulerState, request: Request) -> int:
-    """Most tokens that the request will ever have blocks for; the last output token's KV is never computed."""
+    """Most tokens that the request will ever have blocks for; the last output token's KV is never computed. One whose
+    output may outgrow the whole pool gets what there is, and ends when it does."""
     if request.stage == "prefill":
         return len(request.tokens)
-    return max(len(request.tokens), request.max_len - 1) + state.limits.step_tokens - 1
+    most = max(len(request.tokens), request.max_len - 1) + state.limits.step_tokens - 1
+    return max(len(request.tokens), min(most, state.cache.num_blocks * state.settings.block_size))
 
 
 def initial_cover(state: SchedulerState, request: Request) -> int:
@@ -40,12 +42,19 @@ def admission_cover(state: SchedulerState, request: Request) -> int:
     return max(min(wanted, final), initial_cover(state, request))
 
 
+def growing(state: SchedulerState) -> list[Request]:
+    """Admitted requests whose KV grows here."""
+    admitted = [*state.running, *state.transferring.values()]
+    return [request for request in admitted if request.stage != "prefill" and request.seq is not None]
+
+
+def headroom_blocks(state: SchedulerState, request: Request) -> int:
+    """Blocks that a growing request lacks of its headroom."""
+    assert request.seq is not None
+    ahead = min(len(request.tokens) + state.settings.admission_headroom_tokens, final_cover(state, request))
+    return max(0, num_blocks(ahead, state.settings.block_size) - len(request.seq.block_ids))
+
+
 def growth_blocks(state: SchedulerState) -> int:
     """Blocks that admitted requests are going to take within their headroom; admission leaves them alone."""
-    total = 0
-    for request in [*state.running, *state.transferring.values()]:
-        if request.stage == "prefill" or request.seq is None:
-            continue
-        ahead = min(len(request.tokens) + state.settings.admission_headroom_tokens, final_cover(state, request))
-        total += max(0, num_blocks(ahead, state.settings.block_size) - len(request.seq.block_ids))
-    return total
+    return sum(headroom_blocks(state, request) for request in growing(state))

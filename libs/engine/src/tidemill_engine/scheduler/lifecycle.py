@@ -28,6 +28,7 @@ def emit(
     if token_ids and not request.first_output_sent:
         request.first_output_sent = True
         output.cached_l1 = request.num_cached_l1
+        output.cached_l2 = request.num_cached_l2
         output.cached_l3 = request.num_cached_l3
         output.queue_s = max(0.0, request.scheduled_s - request.arrival_s)
     state.outputs.append(output)
@@ -41,6 +42,7 @@ def leave_runner(state: SchedulerState, request: Request) -> None:
         state.freed_rows.append(request.row)
     request.row = -1
     request.in_runner = False
+    request.outgrown_since_s = -1.0
     state.in_flight.remove(request)
 
 
@@ -56,6 +58,7 @@ def release_kv(state: SchedulerState, request: Request) -> None:
     request.num_computed_tokens = 0
     request.restore_snapshot_id = -1
     request.keep_sequence_state = False
+    request.rounded_kv = False
 
 
 def set_apart(state: SchedulerState, request: Request) -> None:
@@ -111,18 +114,22 @@ def end(
     token_ids: list[int] | None = None,
     logprobs: list[TokenLogprobs] | None = None,
 ) -> None:
-    """The request's one last output, after which it holds nothing; a held request had its last output before."""
-    if request.phase is not Phase.HELD:
+    """The request's one last output, after which it holds nothing; a held request had its last output before, unless it
+    was suspended and does not go on elsewhere ("prefilled")."""
+    if request.phase is not Phase.HELD or (request.is_suspended and finish != "prefilled"):
         emit(state, request, token_ids or [], logprobs or [], finish, error)
     withdraw(state, request)
     request.phase = Phase.FINISHED
     del state.requests[request.key]
+    state.shares.leave(request.tenant)
 
 
 def enqueue(state: SchedulerState, request: Request) -> None:
     """The request waits for admission."""
     request.phase = Phase.WAITING
     request.num_overtaken = 0
+    request.room_sought_s = -1.0
+    look_up(state, request)
     state.waiting.add(request)
 
 
@@ -145,6 +152,13 @@ def extend_chain(state: SchedulerState, request: Request) -> list[bytes]:
     return chain
 
 
+def look_up(state: SchedulerState, request: Request) -> int:
+    """Leading blocks that are cached now; the request's order of service goes by them."""
+    depth = state.cache.cached_depth(extend_chain(state, request))
+    request.num_expected_tokens = min(depth * state.settings.block_size, len(request.tokens) - 1)
+    return depth
+
+
 def preempt(state: SchedulerState, request: Request) -> None:
     """Takes a running request's blocks; it computes again what is no longer cached when it is admitted next."""
     log.info("preempt", request_id=request.key.request_id, num_tokens=len(request.tokens))
@@ -160,14 +174,21 @@ def hold(state: SchedulerState, request: Request, now_s: float) -> None:
     leave_runner(state, request)
     request.phase = Phase.HELD
     state.held[request.key] = request
-    state.timers.at(now_s + request.hold_s + 1.0, lambda key, _: _hold_over(state, key), request.key)
+    request.held_until_s = now_s + request.hold_s + 1.0
+    state.timers.at(request.held_until_s, lambda key, now: _hold_over(state, key, now), request.key)
 
 
-def _hold_over(state: SchedulerState, key: Hashable) -> None:
+def _hold_over(state: SchedulerState, key: Hashable, now_s: float) -> None:
     assert isinstance(key, RequestKey)
     request = state.held.get(key)
-    if request is not None:
-        log.warning("hold_expired", request_id=key.request_id, hold_s=request.hold_s)
+    if request is None or now_s < request.held_until_s:
+        return
+    log.warning("hold_expired", request_id=key.request_id, hold_s=request.hold_s)
+    if request.is_suspended:
+        # Nobody has said where it goes on.
+        message = f"suspended for a move that did not come within {request.hold_s:g} s"
+        end(state, request, "error", EngineError("WORKER_LOST", message))
+    else:
         end(state, request, "aborted")
 
 

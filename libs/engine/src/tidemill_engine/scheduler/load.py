@@ -1,9 +1,10 @@
 """What a domain tells about its load: counters, predictions and fresh percentiles."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidemill_engine.step_cost import StepCost
+from tidemill_engine.step_cost import MeasuredCost
 
 _FRESH_S = 30.0
 _MAX_SAMPLES = 512
@@ -33,21 +34,23 @@ class FreshPercentile:
 class LoadTracker:
     """Cumulative counters and measures of one domain."""
 
-    cost: StepCost = field(default_factory=StepCost)
+    cost: MeasuredCost = field(default_factory=MeasuredCost)
     ttft_s: FreshPercentile = field(default_factory=FreshPercentile)
     tpot_s: FreshPercentile = field(default_factory=FreshPercentile)
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     output_tokens_total: int = 0
     preemptions_total: int = 0
+    runaways_total: int = 0
     overdue_reservations_total: int = 0
     """Blocks kept for a transfer whose end nobody reported."""
 
-    def predicted_ttft_s(self, prefill_tokens_ahead: int) -> float:
-        """Seconds until a request that arrives now would be computed, its own tokens not counted."""
-        return self.cost.prefill_s(prefill_tokens_ahead) + self.cost.decode_step_s
+    def predicted_tpot_s(self, decoding: Sequence[int], max_decode_rows: int) -> float:
+        """Seconds between tokens of requests of these lengths; rows that do not fit in one step take turns.
 
-    def predicted_tpot_s(self, num_decoding: int, max_decode_rows: int) -> float:
-        """Seconds between tokens; rows that do not fit in one step take turns."""
-        turns = max(1.0, num_decoding / max(1, max_decode_rows))
-        return self.cost.step_with_decode_s * turns
+        Without any, of one alone: what the last steps took says nothing of a batch that has ended since.
+        """
+        turns = max(1.0, len(decoding) / max(1, max_decode_rows))
+        if not self.cost.model.known or not self.cost.step_with_decode_s:
+            return self.cost.step_with_decode_s * turns
+        return self.cost.model.decode_step_s(max(1, len(decoding)), sum(decoding))

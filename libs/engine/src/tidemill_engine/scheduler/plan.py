@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from tidemill_engine.request import Request
+from tidemill_kvcache.step_cost import StepShape
 
 
 @dataclass
@@ -29,6 +30,15 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Nothing to compute."""
         return not self.decodes and not self.chunks
+
+    def shape(self) -> StepShape:
+        """What the step costs by; to be asked before its tokens are committed."""
+        return StepShape(
+            prefill_tokens=sum(self.chunks.values()),
+            prefill_context=sum(n * (request.num_computed_tokens + n / 2) for request, n in self.chunks.items()),
+            decode_rows=len(self.decodes),
+            decode_context=sum(len(request.tokens) for request in self.decodes),
+        )
 
     def drop(self, request: Request) -> None:
         """Takes out a request that lost its blocks."""

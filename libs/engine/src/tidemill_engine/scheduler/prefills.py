@@ -1,34 +1,35 @@
-"""Prompt chunks of a step."""
+"""Prompt chunks of a step: of prompts computed in part and of newly admitted ones, in one order."""
 
-from tidemill_engine.request import Request
-from tidemill_engine.scheduler.admission import min_chunk
-from tidemill_engine.scheduler.chunks import chunk_tokens
+from tidemill_engine.request import Phase, Request
+from tidemill_engine.scheduler.admission import Admission
+from tidemill_engine.scheduler.chunks import chunk_tokens, min_chunk
+from tidemill_engine.scheduler.decode_guard import is_set_back
 from tidemill_engine.scheduler.lifecycle import mark_stalled
 from tidemill_engine.scheduler.plan import StepPlan
 from tidemill_engine.scheduler.state import SchedulerState
 
 
 def plan_prefills(state: SchedulerState, plan: StepPlan, now_s: float) -> None:
-    """Chunks of prompts that are computed in part, strongest first; the first leaves a quarter of the budget to others,
-    so that short prompts do not wait for the whole of a long one."""
-    partial = sorted((r for r in state.running if not r.is_decoding), key=lambda request: request.queue_rank)
-    shared = len(partial) > 1 or len(state.waiting) > 0
-    for index, request in enumerate(partial):
-        left = plan.tokens_left
-        budget = left - left // 4 if shared and index == 0 else left
-        if budget < min(request.num_remaining_tokens, min_chunk(state)) and not plan.is_empty:
-            continue
-        _plan_chunk(state, plan, request, budget, now_s)
+    """Gives the step's tokens to prompts, the most urgent first; each takes what it can use."""
+    candidates = [request for request in state.running if not request.is_decoding]
+    if state.num_active < state.settings.max_num_seqs:
+        candidates += state.waiting
+    if not candidates:
+        return
+    admission = Admission(state, plan, now_s)
+    ordered = state.shares.arrange(state.order.arrange(candidates, now_s))
+    ordered.sort(key=lambda request: is_set_back(state, request, now_s))
+    for request in ordered:
+        if request.phase is Phase.RUNNING:
+            _plan_chunk(state, plan, request, now_s)
+        elif request.phase is Phase.WAITING:
+            admission.consider(request)
 
 
-def top_up_prefills(state: SchedulerState, plan: StepPlan, now_s: float) -> None:
-    """Gives tokens that nobody else took to the prompts that can use them."""
-    for request in sorted((r for r in state.running if not r.is_decoding), key=lambda request: request.queue_rank):
-        if plan.tokens_left > 0:
-            _plan_chunk(state, plan, request, plan.tokens_left + plan.chunks.get(request, 0), now_s)
-
-
-def _plan_chunk(state: SchedulerState, plan: StepPlan, request: Request, budget: int, now_s: float) -> None:
+def _plan_chunk(state: SchedulerState, plan: StepPlan, request: Request, now_s: float) -> None:
+    budget = plan.tokens_left
+    if budget < min(request.num_remaining_tokens, min_chunk(state.settings)) and not plan.is_empty:
+        return
     start, known = request.num_computed_tokens, len(request.tokens)
     chunk = chunk_tokens(start, known, budget, state.limits.snapshot_interval_tokens)
     if start + chunk == known and request.credit_tokens <= 0:

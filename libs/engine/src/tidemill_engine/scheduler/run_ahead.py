@@ -38,7 +38,7 @@ def output_ahead(plan: StepPlan, step: int) -> SchedulerOutput:
 
 def _is_quiet(state: SchedulerState, now_s: float) -> bool:
     """Nothing waits for a decision of the scheduler."""
-    waits = len(state.waiting) or state.transferring or state.timers.next_due_s <= now_s
+    waits = len(state.waiting) or state.transferring or state.suspending or state.timers.next_due_s <= now_s
     return not (waits or state.has_sequence_state or state.limits.step_tokens > 1)
 
 

@@ -1,16 +1,19 @@
 """Continuous batching of one cache domain under one token budget."""
 
 from collections.abc import Callable, Hashable
+from dataclasses import astuple
 
 from tidemill_engine.messages import (
     Abort,
     AddCredit,
     BlocksPinned,
+    EmitUntil,
     EngineError,
     ExportState,
     KVFailed,
     KVReady,
     LoadSample,
+    MoveRefused,
     OnboardReady,
     Output,
     PinBlocks,
@@ -18,19 +21,27 @@ from tidemill_engine.messages import (
     Report,
     RequestKey,
     ResetCache,
+    Resume,
+    RollAnswer,
+    RollCall,
     Submit,
+    Suspend,
     UnpinBlocks,
 )
 from tidemill_engine.request import Phase, make_request
-from tidemill_engine.scheduler.admission import admit_waiting, min_chunk
+from tidemill_engine.scheduler.chunks import min_chunk
 from tidemill_engine.scheduler.commit import commit_step
+from tidemill_engine.scheduler.decode_guard import relieve, update_pause
 from tidemill_engine.scheduler.decodes import plan_decodes
 from tidemill_engine.scheduler.lifecycle import add_credit, end, enqueue
+from tidemill_engine.scheduler.moves import resume, suspend_all
 from tidemill_engine.scheduler.output import build_output
 from tidemill_engine.scheduler.plan import StepPlan
 from tidemill_engine.scheduler.prefilled import export_state
-from tidemill_engine.scheduler.prefills import plan_prefills, top_up_prefills
+from tidemill_engine.scheduler.prefills import plan_prefills
+from tidemill_engine.scheduler.roll_call import call_roll, restore_credit
 from tidemill_engine.scheduler.run_ahead import output_ahead, plan_ahead
+from tidemill_engine.scheduler.small_chunks import SmallChunks
 from tidemill_engine.scheduler.state import ModelLimits, SchedulerState, log
 from tidemill_engine.scheduler.submit import check_fit, check_submit
 from tidemill_engine.scheduler.transfers import kv_failed, kv_ready, onboard_ready
@@ -44,12 +55,17 @@ SchedulerCommand = (
     | AddCredit
     | Release
     | ExportState
+    | Suspend
+    | Resume
+    | MoveRefused
     | KVReady
     | KVFailed
     | OnboardReady
     | PinBlocks
     | UnpinBlocks
     | ResetCache
+    | RollCall
+    | EmitUntil
 )
 
 
@@ -60,6 +76,7 @@ class Scheduler:
         self, settings: EngineSettings, limits: ModelLimits, cache: PrefixCache, clock: Callable[[], float]
     ) -> None:
         self.state = SchedulerState(settings, limits, cache, clock)
+        self._small_chunks = SmallChunks(self.state)
         self._step = 0
         self._plan: StepPlan | None = None
         self._ahead: StepPlan | None = None
@@ -86,6 +103,14 @@ class Scheduler:
                 self._release(command.key)
             case ExportState():
                 self._export(command.key)
+            case Suspend():
+                if command.key in state.requests:
+                    state.suspending[command.key] = command
+            case Resume():
+                resume(state, command.key, state.clock())
+            case MoveRefused():
+                if request := state.requests.get(command.key):
+                    request.move_refused = True
             case KVReady():
                 kv_ready(state, command, state.clock())
             case KVFailed():
@@ -98,6 +123,10 @@ class Scheduler:
                 self._unpin(command.pin_id)
             case ResetCache():
                 log.info("cache_reset", num_blocks=state.cache.reset())
+            case RollCall():
+                call_roll(state, command.keys)
+            case EmitUntil():
+                restore_credit(state, zip(command.keys, command.totals, strict=True))
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step; None when nothing can be computed before a command comes or a timer fires."""
@@ -105,6 +134,7 @@ class Scheduler:
         state = self.state
         self._planned_s = state.clock()
         state.timers.run_due(self._planned_s)
+        suspend_all(state, self._planned_s)
         preemptions = state.load.preemptions_total
         plan = self._make_plan(self._planned_s)
         if plan.is_empty and state.load.preemptions_total > preemptions:
@@ -143,13 +173,19 @@ class Scheduler:
         notices, self.state.notices = self.state.notices, []
         return notices
 
+    def take_roll_answers(self) -> list[RollAnswer]:
+        """Answers to roll calls since the last call."""
+        answers, self.state.roll_answers = self.state.roll_answers, []
+        return answers
+
     def load_sample(self) -> LoadSample:
         """The domain's load now."""
         state, cache, load = self.state, self.state.cache, self.state.load
         now_s = state.clock()
         computing = [*state.waiting, *state.running, *state.transferring.values()]
+        queued = [r for r in computing if r.stage != "decode" and not r.is_decoding] if load.cost.model.known else []
         prefill_tokens = sum(r.num_remaining_tokens for r in computing if r.stage != "decode" and not r.is_decoding)
-        num_decoding = sum(1 for request in state.running if request.is_decoding)
+        decoding = [len(request.tokens) for request in state.running if request.is_decoding]
         return LoadSample(
             waiting_requests=len(state.waiting) + len(state.transferring),
             running_requests=len(state.running),
@@ -163,25 +199,30 @@ class Scheduler:
             used_blocks=cache.used_blocks,
             prefill_tokens_per_s=load.cost.prefill_tokens_per_s,
             decode_step_s=load.cost.decode_step_s,
-            predicted_ttft_s=load.predicted_ttft_s(prefill_tokens),
+            predicted_ttft_s=sum(map(state.prefill_work_s, queued)) + load.cost.decode_step_s,
             measured_ttft_s=load.ttft_s.value(now_s),
-            predicted_tpot_s=load.predicted_tpot_s(num_decoding, state.settings.max_num_seqs),
+            predicted_tpot_s=load.predicted_tpot_s(decoding, state.settings.max_num_seqs),
             measured_tpot_s=load.tpot_s.value(now_s),
             prompt_tokens_total=load.prompt_tokens_total,
             cached_tokens_total=load.cached_tokens_total,
             output_tokens_total=load.output_tokens_total,
             preemptions_total=load.preemptions_total,
+            runaways_total=load.runaways_total,
+            admission_paused=state.past_mark,
+            degraded=self._small_chunks.degraded(now_s),
+            step_cost=list(astuple(load.cost.model)) if load.cost.model.known else [],
+            context_tokens=sum(len(request.tokens) for request in computing),
         )
 
     def _make_plan(self, now_s: float) -> StepPlan:
         state, settings = self.state, self.state.settings
-        plan = StepPlan(settings.max_num_batched_tokens)
+        plan = StepPlan(self._small_chunks.budget(now_s))
         prefill_due = state.steps_since_prefill >= settings.prefill_every_steps - 1 and self._prefill_waits()
-        kept_for_prefill = min_chunk(state) if prefill_due else 0
+        kept_for_prefill = min_chunk(settings) if prefill_due else 0
+        update_pause(state)
         plan_decodes(state, plan, plan.budget - kept_for_prefill, now_s)
+        relieve(state, plan, now_s)
         plan_prefills(state, plan, now_s)
-        admit_waiting(state, plan, now_s)
-        top_up_prefills(state, plan, now_s)
         if kept_for_prefill and plan.tokens_left > 0:
             plan_decodes(state, plan, len(plan.decodes) + plan.tokens_left, now_s)
         return plan
@@ -205,6 +246,7 @@ class Scheduler:
         now_s = state.clock()
         request = make_request(submit, now_s, state.max_context_tokens, state.settings.priority_aging_s)
         state.requests[request.key] = request
+        state.shares.enter(request.tenant)
         enqueue(state, request)
         error = check_fit(state, request)
         if error is not None:

@@ -2,7 +2,7 @@
 
 from tidemill_engine.messages import EngineError, Submit
 from tidemill_engine.request import Request
-from tidemill_engine.scheduler.cover import final_cover, num_blocks
+from tidemill_engine.scheduler.cover import num_blocks
 from tidemill_engine.scheduler.state import SchedulerState
 
 
@@ -33,8 +33,10 @@ def check_fit(state: SchedulerState, request: Request) -> EngineError | None:
         message = f"{prompt} prompt tokens + {max_tokens} output tokens exceed the context of {context} tokens"
         return EngineError("CONTEXT_TOO_LONG", message, "token_ids", f"{context} tokens")
     block_size, pool = state.settings.block_size, state.cache.num_blocks
-    needed = num_blocks(final_cover(state, request) + (1 if request.stage == "decode" else 0), block_size)
+    # Output may be shorter than max_tokens: a request that outgrows the pool ends when it does.
+    known = len(request.tokens)
+    needed = num_blocks(known if request.stage == "prefill" else known + state.limits.step_tokens, block_size)
     if needed > pool:
-        message = f"{prompt} prompt tokens + {max_tokens} output tokens need {needed} blocks, the pool has {pool}"
+        message = f"{known} tokens need {needed} blocks, the pool has {pool}"
         return EngineError("CONTEXT_TOO_LONG", message, "token_ids", f"{pool * block_size} tokens")
     return None

@@ -47,6 +47,9 @@ def kv_ready(state: SchedulerState, message: KVReady, now_s: float) -> None:
     del state.transferring[request.key]
     for token_id in _tokens_beyond(request, message.state):
         request.tokens.append(token_id)
+    request.rounded_kv = message.state.rounded_kv
+    if request.rounded_kv:
+        state.cache.keep_private(request.seq)
     full_blocks = message.state.computed_tokens // state.settings.block_size
     state.cache.adopt(request.seq, full_blocks - len(request.seq.hashes), request.tokens.view())
     request.num_computed_tokens = message.state.computed_tokens
@@ -74,7 +77,7 @@ def kv_failed(state: SchedulerState, message: KVFailed) -> None:
 
 
 def wants_onboard(state: SchedulerState, request: Request, match: MatchResult) -> bool:
-    """Whether L3 is worth asking; decided once for each request."""
+    """Whether the tiers below are worth asking; decided once for each request."""
     settings = state.settings
     if request.asked_onboard or not settings.onboard_enabled:
         return False
@@ -84,7 +87,7 @@ def wants_onboard(state: SchedulerState, request: Request, match: MatchResult) -
 
 
 def ask_onboard(state: SchedulerState, request: Request, match: MatchResult, now_s: float) -> None:
-    """The request has blocks and waits for L3 to fill leading ones, at most `onboard_deadline_s`."""
+    """The request has blocks and waits for L2 or L3 to fill leading ones, at most `onboard_deadline_s`."""
     assert request.seq is not None
     state.cache.release_snapshot(request.seq)
     state.waiting.remove(request)
@@ -125,6 +128,7 @@ def onboard_ready(state: SchedulerState, message: OnboardReady) -> None:
     if filled:
         state.cache.adopt(request.seq, filled, request.tokens.view())
         request.onboarded = True
+        request.onboarded_l2_tokens = min(message.num_l2_blocks, filled) * state.settings.block_size
     del state.transferring[request.key]
     release_kv(state, request)
     enqueue(state, request)

@@ -21,6 +21,9 @@ class WaitingQueue:
         """A stable copy, so that requests may leave meanwhile."""
         return iter([request for _, _, request in self._entries])
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self._place
+
     def add(self, request: Request) -> None:
         """Puts a request at its place, behind equals."""
         assert request not in self._place, "the request waits already"

@@ -61,7 +61,7 @@ class Election:
                 await client.next_endpoint()
             except Exception:
                 log.exception("campaign failed", key=self._key)
-            await wait_up_to(self._wake.wait(), self._ttl_s / 3)
+            await wait_up_to(self._wake, self._ttl_s / 3)
 
     async def _stand(self, client: EtcdClient) -> None:
         lease = self._keeper.lease

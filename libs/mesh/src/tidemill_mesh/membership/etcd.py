@@ -34,11 +34,12 @@ class Compacted(EtcdError):
 
 @dataclass(frozen=True)
 class Listing:
-    """All keys under a prefix as of one revision of one cluster."""
+    """All keys under a prefix as of one revision of one cluster, each with the revision of its last change."""
 
     cluster: int
     revision: int
     items: dict[str, bytes]
+    changed_at: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -198,16 +199,15 @@ class EtcdClient:
 
     async def list_keys(self, prefix: str) -> Listing:
         """All keys under the prefix."""
-        start = prefix.encode()
-        answer = await self._range(rpc.RangeRequest(key=start, range_end=prefix_end(start)))
-        items = {_text(item.key): item.value for item in answer.kvs}
-        return Listing(answer.header.cluster_id, answer.header.revision, items)
+        return await self._list(prefix)
+
+    async def changed_at(self, prefix: str) -> dict[str, int]:
+        """The revision of the last change of each key under the prefix; carries no values."""
+        return (await self._list(prefix, keys_only=True)).changed_at
 
     async def head(self, prefix: str) -> Listing:
         """The cluster's id and revision, without keys; also shows that etcd answers."""
-        start = prefix.encode()
-        answer = await self._range(rpc.RangeRequest(key=start, range_end=prefix_end(start), count_only=True))
-        return Listing(answer.header.cluster_id, answer.header.revision, {})
+        return await self._list(prefix, count_only=True)
 
     async def put(self, key: str, value: bytes, lease: int) -> None:
         """Writes a key that lives as long as the lease; LeaseNotFound if that is gone."""
@@ -259,10 +259,15 @@ class EtcdClient:
         """Closes the channel."""
         await self._channel.close()
 
-    async def _range(self, request: Any) -> Any:
-        return await self._call(
+    async def _list(self, prefix: str, **options: bool) -> Listing:
+        start = prefix.encode()
+        request = rpc.RangeRequest(key=start, range_end=prefix_end(start), **options)
+        answer = await self._call(
             lambda: self._kv.Range(request, timeout=self._settings.liveness_s, metadata=self._token)
         )
+        items = {_text(item.key): item.value for item in answer.kvs}
+        changed_at = {_text(item.key): item.mod_revision for item in answer.kvs}
+        return Listing(answer.header.cluster_id, answer.header.revision, items, changed_at)
 
     async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
         try:

@@ -71,7 +71,12 @@ class LeaseKeeper:
         client = LeaseClient(self._settings)
         try:
             while not self._stopping:
-                delay_s = self._renew(client)
+                try:
+                    delay_s = self._renew(client)
+                except Exception:
+                    # Whatever it was: a thread that ended here would take the process out of the mesh for good.
+                    log.exception("lease could not be renewed")
+                    delay_s = RETRY_S
                 self._wake.wait(delay_s)
                 self._wake.clear()
             self._revoke(client)

@@ -136,7 +136,7 @@ class Membership:
         assert self._client is not None, "start() comes first"
         registration.settled.clear()
         self._wake.set()
-        if not await wait_up_to(registration.settled.wait(), self._settings.liveness_s):
+        if not await wait_up_to(registration.settled, self._settings.liveness_s):
             log.warning("membership record is not in etcd yet", key=registration.key)
 
     async def _delete(self, key: str) -> None:
@@ -148,11 +148,14 @@ class Membership:
 
     async def _write_for_ever(self, client: EtcdClient) -> None:
         while True:
-            woken = await wait_up_to(self._wake.wait(), lease_ttl_s(self._settings.liveness_s))
+            woken = await wait_up_to(self._wake, lease_ttl_s(self._settings.liveness_s))
             self._wake.clear()
             try:
                 for registration in list(self._registrations):
-                    await (self._write(client, registration) if woken else self._restore(client, registration))
+                    # At each tick too, where it mostly has nothing to do: etcd is to hold what is wanted, woken or not.
+                    await self._write(client, registration)
+                    if not woken:
+                        await self._restore(client, registration)
                 continue
             except LeaseNotFound:
                 self._keeper.check_now()

@@ -16,11 +16,17 @@ from tidemill_mesh.tasks import end, spawn, wait_up_to
 
 RETRY_S = 0.5
 LOG_INTERVAL_S = 10.0
+AUDIT_LIVENESSES = 4
+"""Of silence, after which a watch's knowledge is compared with etcd's keys."""
 
 Record = membership_pb2.MembershipRecord
 Observer = Callable[[Record | None, Record | None], None]
 
 log = structlog.get_logger()
+
+
+class Blind(Exception):
+    """The watch has not told of what etcd holds."""
 
 
 class InstanceView:
@@ -33,6 +39,7 @@ class InstanceView:
         self._settings = settings
         self._prefix = instances_prefix(settings.mesh)
         self._by_key: dict[str, Record] = {}
+        self._changed_at: dict[str, int] = {}
         self._observers: list[Observer] = []
         self._cluster = 0
         self._revision = 0
@@ -50,7 +57,7 @@ class InstanceView:
         """Starts watching; returns with the first view, or after a second without one."""
         self._client = EtcdClient(self._settings)
         self._task = spawn(self._follow_for_ever(self._client), "instances")
-        if not await wait_up_to(self.synced.wait(), 1.0):
+        if not await wait_up_to(self.synced, 1.0):
             log.warning("etcd is not reachable yet; going on without a view of the mesh", etcd=self._settings.etcd)
 
     async def close(self) -> None:
@@ -76,6 +83,10 @@ class InstanceView:
                 log.info("watch fell behind etcd's history: listing again", error=str(error))
                 self._revision = 0
                 continue
+            except Blind as error:
+                log.error("watch of the mesh is blind: listing again", error=str(error))
+                self._revision = 0
+                continue
             except EtcdError as error:
                 if (suppressed := self._error_log.passes()) is not None:
                     log.warning("lost sight of etcd: keeping the last view", error=str(error), more=suppressed)
@@ -97,18 +108,24 @@ class InstanceView:
     async def _watch(self, client: EtcdClient) -> None:
         batches = client.watch(self._prefix, self._revision + 1)
         pending = asyncio.ensure_future(anext(batches))
+        silences, missed = 0, set[tuple[str, int]]()
         try:
             while True:
                 done, _ = await asyncio.wait([pending], timeout=self._settings.liveness_s)
                 if not done:
-                    # Silence is normal; whether etcd still answers is asked for.
-                    await client.head(self._prefix)
+                    # Silence is normal; whether etcd still answers is asked for, and now and then if it kept silent.
+                    silences += 1
+                    if silences % AUDIT_LIVENESSES and not missed:
+                        await client.head(self._prefix)
+                    else:
+                        missed = self._check_audit(await client.changed_at(self._prefix), missed)
                     self._confirm()
                     continue
+                silences, missed = 0, set()
                 changes = pending.result()
                 pending = asyncio.ensure_future(anext(batches))
                 for change in changes:
-                    self._apply(change.key, change.value)
+                    self._apply(change.key, change.value, change.revision)
                     # Never the response's own revision: while a watch catches up that is ahead of its events.
                     self._revision = max(self._revision, change.revision)
                 self._confirm()
@@ -116,6 +133,13 @@ class InstanceView:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
             await batches.aclose()
+
+    def _check_audit(self, changed_at: dict[str, int], before: set[tuple[str, int]]) -> set[tuple[str, int]]:
+        """What etcd has and this view has not, or the reverse; Blind if some of it was so one liveness ago too."""
+        missed = changed_at.items() ^ self._changed_at.items()
+        if missed & before:
+            raise Blind(f"a watch has kept silent of {len(missed & before)} changes")
+        return missed
 
     def _confirm(self) -> None:
         self._confirmed = time.monotonic()
@@ -125,22 +149,24 @@ class InstanceView:
         self.synced.set()
 
     def _replace(self, listing: Listing) -> None:
-        for key in [key for key in self._by_key if key not in listing.items]:
-            self._apply(key, None)
+        for key in [key for key in self._changed_at if key not in listing.items]:
+            self._apply(key, None, 0)
         for key, value in listing.items.items():
-            self._apply(key, value)
+            self._apply(key, value, listing.changed_at[key])
         self._cluster, self._revision = listing.cluster, listing.revision
         self._confirm()
 
-    def _apply(self, key: str, value: bytes | None) -> None:
+    def _apply(self, key: str, value: bytes | None, revision: int) -> None:
         known = self._by_key.get(key)
         if value is None:
+            self._changed_at.pop(key, None)
             if known is not None:
                 del self._by_key[key]
                 if self.records.get(known.instance) is known:
                     del self.records[known.instance]
                     self._announce(known, None)
             return
+        self._changed_at[key] = revision
         record = _parse(key, value)
         if record is None or record == known:
             return

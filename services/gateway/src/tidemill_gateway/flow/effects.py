@@ -24,6 +24,12 @@ class Effects(Protocol):
     def place_decode(self, run: "ChoiceRun", prefill: Leg) -> None:
         """Ask where it goes on."""
 
+    def place_move(self, run: "ChoiceRun", source: Leg) -> None:
+        """Ask for an instance with room that takes a running stage over."""
+
+    def stay(self, leg: Leg) -> None:
+        """Tell a worker that the stage it offered, or that stands still there, goes on there."""
+
     def open(self, leg: Leg, submit: Submit) -> None:
         """Send a stage to its worker."""
 
@@ -50,7 +56,9 @@ class Effects(Protocol):
 
 @dataclass(slots=True)
 class Bounds:
-    """Seconds after which silence counts as a loss."""
+    """Seconds after which silence counts as a loss, and that attempts keep apart."""
 
     ticket_s: float
     stall_s: float
+    attempt_delays_s: tuple[float, ...] = (0.0,)
+    """Before the second attempt, the third, and later ones."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.mesh.v1.common_pb2 import DomainRef, InstanceRef, Target
-from tidemill.mesh.v1.router_pb2 import PlaceDecodeRequest, PlacePrefillRequest, Report
+from tidemill.mesh.v1.router_pb2 import PlaceDecodeRequest, PlaceDecodeResponse, PlacePrefillRequest, Report
 from tidemill.mesh.v1.worker_pb2 import Finish, Logprobs, Submit
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.flow.choice_run import ChoiceRun
@@ -19,8 +19,8 @@ from tidemill_gateway.flow.reservations import Reservation, Reservations
 from tidemill_gateway.flow.worker_links import WorkerLinks
 from tidemill_mesh.errors import MeshError
 
-ATTEMPT_DELAYS_S = (0.0, 0.2, 1.0)
-"""Before the second attempt, the third, and later ones: what failed twice in a row needs time."""
+SAMPLING, GRAMMAR_FIELD = "sampling.", "sampling.grammar"
+"""As workers call them."""
 
 
 @dataclass(slots=True)
@@ -74,15 +74,18 @@ class Generation:
         self._ready: deque[Tokens] = deque()
         self._error: MeshError | None = None
         self._wake: asyncio.Future[None] | None = None
+        self.on_ready: Callable[[], None] | None = None
+        """Called soon after something came for the consumer, once for all that one engine step gave."""
+        self._loop = asyncio.get_running_loop()
+        self._call_due = False
         self._deadline: asyncio.TimerHandle | None = None
 
     # --- for the consumer --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts all choices."""
-        loop = asyncio.get_running_loop()
         left_s = max(0.0, self.plan.deadline - self._mesh.clock())
-        self._deadline = loop.call_later(left_s, self._expire)
+        self._deadline = self._loop.call_later(left_s, self._expire)
         for run in self.runs:
             if not run.done:
                 run.start()
@@ -93,11 +96,20 @@ class Generation:
         while not self._ready:
             if self._error is not None:
                 raise self._error
-            self._wake = asyncio.get_running_loop().create_future()
+            self._wake = self._loop.create_future()
             try:
                 await self._wake
             finally:
                 self._wake = None
+        return self._take_all()
+
+    def take_ready(self) -> list[Tokens]:
+        """The same without waiting: possibly nothing."""
+        if not self._ready and self._error is not None:
+            raise self._error
+        return self._take_all()
+
+    def _take_all(self) -> list[Tokens]:
         taken = list(self._ready)
         self._ready.clear()
         self.taken_at = self._mesh.clock()
@@ -129,6 +141,11 @@ class Generation:
         return bool(self._ready)
 
     @property
+    def has_news(self) -> bool:
+        """Whether tokens, or an error, wait for the consumer."""
+        return bool(self._ready) or self._error is not None
+
+    @property
     def attempts(self) -> int:
         """Starts of the choice that needed the most."""
         return max((run.attempt for run in self.runs), default=0)
@@ -137,11 +154,22 @@ class Generation:
 
     def place_prefill(self, run: ChoiceRun) -> None:
         """See Effects."""
-        self._mesh.spawn(self._place_prefill(run, run.attempt))
+        self._mesh.spawn(self._settled(run, run.attempt, self._place_prefill(run, run.attempt)))
 
     def place_decode(self, run: ChoiceRun, prefill: Leg) -> None:
         """See Effects."""
-        self._mesh.spawn(self._place_decode(run, run.attempt, prefill.target))
+        self._mesh.spawn(self._settled(run, run.attempt, self._place_decode(run, run.attempt, prefill.target)))
+
+    def place_move(self, run: ChoiceRun, source: Leg) -> None:
+        """See Effects."""
+        self._mesh.spawn(self._place_move(run, source))
+
+    def stay(self, leg: Leg) -> None:
+        """See Effects."""
+        domain = leg.target.domain
+        link = self._mesh.links.get(domain.instance, domain.incarnation)
+        if link is not None:
+            link.stay(leg)
 
     def open(self, leg: Leg, submit: Submit) -> None:
         """See Effects."""
@@ -177,14 +205,27 @@ class Generation:
 
     def fail(self, run: ChoiceRun, error: MeshError) -> None:
         """See Effects."""
+        if error.field.startswith(SAMPLING):
+            named = self.plan.sampling_prefix + error.field.removeprefix(SAMPLING)
+            field = self.plan.grammar_field if error.field == GRAMMAR_FIELD else named
+            error = MeshError(error.code, error.message, field=field, limit=error.limit)
         self._raise(error)
 
     # --- placing -----------------------------------------------------------------------------------------------------
 
+    async def _settled(self, run: ChoiceRun, attempt: int, placing: Coroutine[Any, Any, None]) -> None:
+        """A placement that ends by a fault, or is cancelled, ends its choice too: nothing else would."""
+        try:
+            await placing
+        except BaseException:
+            run.place_failed(attempt, MeshError(errors_pb2.ERROR_CODE_INTERNAL, "the gateway failed to place a stage"))
+            raise
+
     async def _place_prefill(self, run: ChoiceRun, attempt: int) -> None:
         plan, choice = self.plan, run.plan
         if attempt > 1:
-            await asyncio.sleep(ATTEMPT_DELAYS_S[min(attempt - 2, len(ATTEMPT_DELAYS_S) - 1)])
+            delays_s = self._mesh.bounds.attempt_delays_s
+            await asyncio.sleep(delays_s[min(attempt - 2, len(delays_s) - 1)])
             if not run.awaits_placement(attempt):
                 return
         request = PlacePrefillRequest(
@@ -227,23 +268,7 @@ class Generation:
         run.prefill_placed(attempt, placed, held)
 
     async def _place_decode(self, run: ChoiceRun, attempt: int, prefill: Target) -> None:
-        plan, choice = self.plan, run.plan
-        request = PlaceDecodeRequest(
-            request_id=plan.request_id,
-            choice=choice.index,
-            attempt=attempt,
-            gateway=self._mesh.gateway(),
-            model_revision=plan.model_revision,
-            tenant=plan.tenant,
-            context_tokens=choice.prompt_tokens + len(run.emitted),
-            max_tokens=choice.sampling.max_tokens - len(run.emitted),
-            block_hashes=choice.block_hashes,
-            prefill=prefill,
-            priority=plan.priority,
-            slo_tpot_s=plan.slo_tpot_s,
-            excluded_instances=sorted(run.excluded),
-            deadline_s=self._left_s(),
-        )
+        choice, request = run.plan, self._decode_request(run, attempt, prefill)
         try:
             placed, bypassed = await self._mesh.placer.decode(
                 request, self._patience_s(run), lambda: run.awaits_placement(attempt)
@@ -255,9 +280,46 @@ class Generation:
             self.placement.decode_instance = placed.target.domain.instance
             self.placement.decode_terms = dict(placed.terms)
         self._mark(bypassed)
-        tokens, lease_s = request.context_tokens, placed.reservation_deadline_s
-        held = self._hold(placed.reservation_id, placed.target.domain, lease_s, True, tokens)
-        run.decode_placed(attempt, placed, held)
+        run.decode_placed(attempt, placed, self._hold_decode(placed, request.context_tokens))
+
+    async def _place_move(self, run: ChoiceRun, source: Leg) -> None:
+        """Without waiting, and only by a router: nobody else knows who has room."""
+        request = self._decode_request(run, run.attempt, source.target)
+        request.needs_room = True
+        request.excluded_instances.append(source.instance)
+        try:
+            placed, bypassed = await self._mesh.placer.decode(request, 0.0, lambda: False)
+        except MeshError:
+            bypassed = True
+        if bypassed:
+            run.move_placed(source, None, None)
+            return
+        if run.plan.index == 0:
+            self.placement.decode_instance = placed.target.domain.instance
+        run.move_placed(source, placed, self._hold_decode(placed, request.context_tokens))
+
+    def _decode_request(self, run: ChoiceRun, attempt: int, source: Target) -> PlaceDecodeRequest:
+        plan, choice = self.plan, run.plan
+        return PlaceDecodeRequest(
+            request_id=plan.request_id,
+            choice=choice.index,
+            attempt=attempt,
+            gateway=self._mesh.gateway(),
+            model_revision=plan.model_revision,
+            tenant=plan.tenant,
+            context_tokens=choice.prompt_tokens + len(run.emitted),
+            max_tokens=choice.sampling.max_tokens - len(run.emitted),
+            block_hashes=choice.block_hashes,
+            prefill=source,
+            priority=plan.priority,
+            slo_tpot_s=plan.slo_tpot_s,
+            excluded_instances=sorted(run.excluded),
+            deadline_s=self._left_s(),
+        )
+
+    def _hold_decode(self, placed: PlaceDecodeResponse, tokens: int) -> Reservation | None:
+        lease_s = placed.reservation_deadline_s
+        return self._hold(placed.reservation_id, placed.target.domain, lease_s, True, tokens)
 
     def _hold(
         self, reservation_id: str, domain: DomainRef, lease_s: float, decode: bool, tokens: int
@@ -292,8 +354,17 @@ class Generation:
             self._notify()
 
     def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
+        if self.on_ready is not None:
+            if not self._call_due:
+                self._call_due = True
+                self._loop.call_soon(self._call)
+        elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+    def _call(self) -> None:
+        self._call_due = False
+        if self.on_ready is not None:
+            self.on_ready()
 
 
 def stalled_client_error(slow_client_s: float) -> MeshError:

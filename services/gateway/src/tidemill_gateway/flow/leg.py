@@ -23,6 +23,12 @@ class LegOwner(Protocol):
     def on_lost(self, leg: "Leg", error: MeshError) -> None:
         """The stream to the worker is gone."""
 
+    def on_forgotten(self, leg: "Leg", error: MeshError) -> None:
+        """The worker says that it will tell no more of this leg."""
+
+    def on_fault(self, leg: "Leg", error: MeshError) -> None:
+        """What the worker sent could not be handled here."""
+
 
 @dataclass(slots=True, eq=False)
 class Leg:
@@ -39,6 +45,8 @@ class Leg:
     """Since when a ticket is awaited."""
     prefilled: bool = False
     """Its KV waits for the decode stage."""
+    may_resume: bool = False
+    """Its KV waits for another decode worker; if that does not fetch it, the stage goes on here."""
     closed: bool = False
     out_of_credit_at: int = 0
     """Position up to which the worker may emit."""

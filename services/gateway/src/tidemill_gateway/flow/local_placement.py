@@ -1,4 +1,4 @@
-"""Placement without the router: by the membership and this gateway's own streams."""
+"""Placement without the router: by the membership, this gateway's own streams, and pairs that damage KV."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -9,6 +9,8 @@ from tidemill_gateway.models.fleet import serving
 
 LegCount = Callable[[str, str, int], int | None]
 """(instance, incarnation, domain) -> stages that run there; None: its stream is down."""
+Shunned = Callable[[str], Collection[str]]
+"""Decode instance -> instances whose KV arrives damaged there, as it reports."""
 
 
 def pick_target(
@@ -42,10 +44,16 @@ def pick_target(
 
 
 def place_prefill(
-    records: Mapping[str, MembershipRecord], revision: str, excluded: Collection[str], legs: LegCount
+    records: Mapping[str, MembershipRecord],
+    revision: str,
+    excluded: Collection[str],
+    legs: LegCount,
+    shunned: Shunned,
 ) -> PlacePrefillResponse | None:
-    """A prefill instance, else a decode instance that does both stages."""
-    target = pick_target(records.values(), ROLE_PREFILL, revision, excluded, legs)
+    """A prefill instance whose KV some decode instance takes, else a decode instance that does both stages."""
+    takers = [r.instance for r in serving(records.values(), ROLE_DECODE, revision) if r.instance not in excluded]
+    untaken = set.intersection(*(set(shunned(taker)) for taker in takers)) if takers else set()
+    target = pick_target(records.values(), ROLE_PREFILL, revision, untaken.union(excluded), legs)
     if target is not None and pick_target(records.values(), ROLE_DECODE, revision, excluded, legs) is not None:
         return PlacePrefillResponse(target=target)
     target = pick_target(records.values(), ROLE_DECODE, revision, excluded, legs)
@@ -53,8 +61,16 @@ def place_prefill(
 
 
 def place_decode(
-    records: Mapping[str, MembershipRecord], revision: str, excluded: Collection[str], legs: LegCount
+    records: Mapping[str, MembershipRecord],
+    revision: str,
+    excluded: Collection[str],
+    legs: LegCount,
+    shunned: Shunned,
+    source: str,
 ) -> PlaceDecodeResponse | None:
-    """A decode instance."""
-    target = pick_target(records.values(), ROLE_DECODE, revision, excluded, legs)
+    """A decode instance, one that takes the source's KV if there is any: what is computed is tried once more."""
+    refusing = {record.instance for record in records.values() if source in shunned(record.instance)}
+    target = pick_target(records.values(), ROLE_DECODE, revision, refusing.union(excluded), legs)
+    if target is None and refusing:
+        target = pick_target(records.values(), ROLE_DECODE, revision, excluded, legs)
     return None if target is None else PlaceDecodeResponse(target=target)

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-import grpc
 import structlog
 
 from tidemill.mesh.v1.membership_pb2 import ROLE_ROUTER, MembershipRecord
@@ -14,29 +13,22 @@ from tidemill.mesh.v1.router_pb2 import (
     PlacePrefillRequest,
     PlacePrefillResponse,
 )
-from tidemill.mesh.v1.router_pb2_grpc import RouterServiceStub
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.flow import local_placement
+from tidemill_gateway.flow.router_client import RouterClient
+from tidemill_gateway.flow.router_link import RouterAway
 from tidemill_gateway.flow.worker_links import WorkerLinks
-from tidemill_mesh.channels import Channels
-from tidemill_mesh.errors import STATUS_DETAILS_KEY, MeshError, from_rpc_error
+from tidemill_mesh.errors import MeshError
 from tidemill_mesh.membership import InstanceView
-
-if TYPE_CHECKING:
-    from tidemill.mesh.v1.router_pb2_grpc import RouterServiceAsyncStub
 
 MAX_ROUTER_WAIT_S = 1.0
 FIRST_PENALTY_S = 0.25
-MAX_PENALTY_S = 4.0
+MAX_DOUBLINGS = 4
 RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 Response = TypeVar("Response")
 
 log = structlog.get_logger()
-
-
-class RouterAway(Exception):
-    """No router answers; the message says why."""
 
 
 class Placer:
@@ -45,18 +37,21 @@ class Placer:
     def __init__(
         self,
         instances: InstanceView,
-        channels: Channels,
+        client: RouterClient,
         links: WorkerLinks,
         liveness_s: float,
         clock: Callable[[], float],
+        shunned: local_placement.Shunned = lambda taker: (),
     ) -> None:
         self.degraded_placements = 0
         self._instances = instances
-        self._channels = channels
+        self._client = client
         self._links = links
+        self._shunned = shunned
         self._router_wait_s = min(MAX_ROUTER_WAIT_S, liveness_s)
         self._clock = clock
         self._failures = 0
+        self._lacks_router = False
         self._avoid_until: dict[str, float] = {}
 
     def router(self) -> MembershipRecord | None:
@@ -73,13 +68,18 @@ class Placer:
 
         UNAVAILABLE after wait_s without a place, or when it is not `wanted` any more.
         """
+        wait_router_s = self._router_wait_s
 
         async def ask() -> tuple[PlacePrefillResponse, bool]:
             try:
-                return await self._ask(lambda stub: stub.PlacePrefill(request, timeout=self._router_wait_s)), False
+                return await self._ask(lambda router: self._client.place_prefill(router, request, wait_router_s)), False
             except RouterAway as reason:
                 placed = local_placement.place_prefill(
-                    self._instances.records, request.model_revision, request.excluded_instances, self._legs
+                    self._instances.records,
+                    request.model_revision,
+                    request.excluded_instances,
+                    self._legs,
+                    self._shunned,
                 )
                 return self._bypassed(placed, reason), True
 
@@ -89,13 +89,19 @@ class Placer:
         self, request: PlaceDecodeRequest, wait_s: float, wanted: Callable[[], bool]
     ) -> tuple[PlaceDecodeResponse, bool]:
         """Where a prefilled request goes on; as `prefill`."""
+        wait_router_s = self._router_wait_s
 
         async def ask() -> tuple[PlaceDecodeResponse, bool]:
             try:
-                return await self._ask(lambda stub: stub.PlaceDecode(request, timeout=self._router_wait_s)), False
+                return await self._ask(lambda router: self._client.place_decode(router, request, wait_router_s)), False
             except RouterAway as reason:
                 placed = local_placement.place_decode(
-                    self._instances.records, request.model_revision, request.excluded_instances, self._legs
+                    self._instances.records,
+                    request.model_revision,
+                    request.excluded_instances,
+                    self._legs,
+                    self._shunned,
+                    request.prefill.domain.instance,
                 )
                 return self._bypassed(placed, reason), True
 
@@ -124,30 +130,39 @@ class Placer:
             request.ClearField("excluded_instances")
             attempt += 1
 
-    async def _ask(self, call: "Callable[[RouterServiceAsyncStub], Awaitable[Response]]") -> Response:
+    async def _ask(self, call: Callable[[MembershipRecord], Awaitable[Response]]) -> Response:
         router = self.router()
         if router is None:
-            raise RouterAway("no router is registered, or none has answered lately")
-        if self._failures:
+            reason = RouterAway("no router is registered, or none has answered lately")
+            if not self._failures and not self._lacks_router:
+                log.warning("the router does not answer: placing without it", router="", reason=str(reason))
+            self._lacks_router = True
+            raise reason
+        failures = self._failures
+        if failures:
             # One request tries whether it is back; the others do not wait for that.
             self._avoid_until[router.incarnation] = self._clock() + self._router_wait_s
         try:
-            response = await call(RouterServiceStub(self._channels.get(router.endpoint)))
-        except grpc.aio.AioRpcError as error:
-            if any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
-                self._answered()
-                raise from_rpc_error(error) from error
-            penalty_s = min(MAX_PENALTY_S, FIRST_PENALTY_S * 2**self._failures)
-            self._failures += 1
-            self._avoid_until = {router.incarnation: self._clock() + penalty_s}
-            reason = error.code().name
-            log.warning("the router does not answer: placing without it", router=router.instance, reason=reason)
-            raise RouterAway(f"{router.instance}: {reason}") from error
+            response = await call(router)
+        except MeshError:
+            self._answered()
+            raise
+        except RouterAway as reason:
+            self._failed(router, failures)
+            log.warning("the router does not answer: placing without it", router=router.instance, reason=str(reason))
+            raise
         self._answered()
         return response
 
+    def _failed(self, router: MembershipRecord, failures: int) -> None:
+        """Avoids the router, for longer each time; what was asked after the same failures is one failure more."""
+        penalty_s = FIRST_PENALTY_S * 2 ** min(failures, MAX_DOUBLINGS)
+        if failures == self._failures:
+            self._failures += 1
+        self._avoid_until = {router.incarnation: self._clock() + penalty_s}
+
     def _answered(self) -> None:
-        self._failures = 0
+        self._failures, self._lacks_router = 0, False
         self._avoid_until.clear()
 
     def _bypassed(self, placed: Response | None, reason: RouterAway) -> Response:

@@ -27,11 +27,14 @@ class RequestPlan:
     """A validated request, pinned to one revision of its model."""
 
     request_id: str
+    """The only one of its kind in the mesh; begins with the caller's."""
     tenant: str
     model_revision: str
     choices: tuple[ChoicePlan, ...]
     deadline: float
     """By the gateway's monotonic clock."""
+    tenant_weight: float = 1.0
+    """Of the engine, relative to other tenants."""
     priority: int = 0
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
@@ -40,6 +43,10 @@ class RequestPlan:
     credit_tokens: int = 0
     """Tokens that a worker may be ahead of the client; 0: no bound, for answers that are collected here."""
     max_attempts: int = 4
+    grammar_field: str = ""
+    """What the caller calls the field that workers know as `sampling.grammar`."""
+    sampling_prefix: str = "sampling."
+    """Before the caller's names of the other fields of `sampling`."""
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -33,6 +33,8 @@ class Reservations:
     live: dict[str, Reservation] = field(default_factory=dict)
     queue: deque[Report] = field(default_factory=deque)
     dropped: int = 0
+    on_work: Callable[[], object] = lambda: None
+    """Called when there is something to renew or to report."""
 
     def hold(self, request_id: str, reservation_id: str, domain: DomainRef, lease_s: float, *, decode: bool,
              tokens: int) -> Reservation | None:  # fmt: skip
@@ -42,6 +44,7 @@ class Reservations:
         renew_at = self.clock() + lease_s / 2
         held = Reservation(reservation_id, request_id, domain, decode, tokens, lease_s, renew_at)
         self.live[reservation_id] = held
+        self.on_work()
         return held
 
     def report(self, held: Reservation | None, kind: "Report.Kind.ValueType", *, instance_lost: bool = False,
@@ -95,6 +98,7 @@ class Reservations:
     def _enqueue(self, report: Report) -> None:
         self.queue.append(report)
         self._bound()
+        self.on_work()
 
     def _bound(self) -> None:
         while len(self.queue) > MAX_QUEUED_REPORTS:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -12,10 +11,10 @@ from tidemill.mesh.v1.membership_pb2 import MembershipRecord
 from tidemill.mesh.v1.router_pb2 import ReportRequest, RestoreRequest
 from tidemill.mesh.v1.router_pb2_grpc import RouterServiceStub
 from tidemill_gateway.flow.reservations import Reservations
+from tidemill_gateway.flow.router_client import RouterClient
+from tidemill_gateway.flow.router_link import RouterAway
 from tidemill_mesh.channels import Channels
-
-if TYPE_CHECKING:
-    from tidemill.mesh.v1.router_pb2_grpc import RouterServiceAsyncStub
+from tidemill_mesh.errors import MeshError
 
 INTERVAL_S = 0.05
 BATCH = 512
@@ -32,19 +31,25 @@ class RouterReports:
         reservations: Reservations,
         router: Callable[[], MembershipRecord | None],
         channels: Channels,
+        client: RouterClient,
         gateway: Callable[[], InstanceRef],
     ) -> None:
         self._reservations = reservations
         self._router = router
         self._channels = channels
+        self._client = client
         self._gateway = gateway
         self._restored_to = ""
+        self._work = asyncio.Event()
+        reservations.on_work = self._work.set
 
     async def run(self) -> None:
-        """Sends until cancelled."""
+        """Sends until cancelled; sleeps while there is nothing to say."""
         while True:
-            await asyncio.sleep(INTERVAL_S)
-            if self._reservations.live or self._reservations.queue:
+            await self._work.wait()
+            self._work.clear()
+            while self._reservations.live or self._reservations.queue:
+                await asyncio.sleep(INTERVAL_S)
                 await self.flush()
 
     async def flush(self) -> None:
@@ -53,21 +58,21 @@ class RouterReports:
         router = self._router()
         if router is None:
             return
-        stub = RouterServiceStub(self._channels.get(router.endpoint))
-        if router.incarnation != self._restored_to and not await self._restore(stub, router):
+        if router.incarnation != self._restored_to and not await self._restore(router):
             return
         while reports := self._reservations.take(BATCH):
             try:
                 request = ReportRequest(gateway=self._gateway(), reports=reports)
-                answer = await stub.Report(request, timeout=TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
+                answer = await self._client.report(router, request, TIMEOUT_S)
+            except (MeshError, RouterAway) as error:
                 self._reservations.put_back(reports)
-                log.warning("reports do not reach the router", router=router.instance, reason=error.code().name)
+                log.warning("reports do not reach the router", router=router.instance, reason=str(error))
                 return
             if any(known in self._reservations.live for known in answer.unknown_reservation_ids):
                 self._restored_to = ""
 
-    async def _restore(self, stub: "RouterServiceAsyncStub", router: MembershipRecord) -> bool:
+    async def _restore(self, router: MembershipRecord) -> bool:
+        stub = RouterServiceStub(self._channels.get(router.endpoint))
         live = self._reservations.for_restore()
         try:
             if live:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from tidemill.mesh.v1.common_pb2 import InstanceRef, Target
 from tidemill.mesh.v1.membership_pb2 import MembershipRecord
@@ -12,6 +13,7 @@ from tidemill_mesh.channels import Channels
 from tidemill_mesh.membership import InstanceView
 from tidemill_mesh.tasks import end, spawn
 
+CONNECT_RPC = "tidemill.mesh.v1.WorkerService/Connect"
 SWEEP_S = 1.0
 
 Incarnation = tuple[str, str]
@@ -50,7 +52,8 @@ class WorkerLinks:
     def to(self, target: Target) -> WorkerLink:
         """The link to a placement's target; made for it when the membership does not show it yet."""
         domain = target.domain
-        return self._link(domain.instance, domain.incarnation, target.endpoint)
+        link = self._links.get((domain.instance, domain.incarnation))
+        return link or self._link(domain.instance, domain.incarnation, target.endpoint)
 
     def all(self) -> list[WorkerLink]:
         """Every link, of any state."""
@@ -68,15 +71,15 @@ class WorkerLinks:
 
     def _on_change(self, old: MembershipRecord | None, new: MembershipRecord | None) -> None:
         if new is not None and is_worker(new):
-            self._link(new.instance, new.incarnation, new.endpoint)
+            self._link(new.instance, new.incarnation, new.endpoint, new.stream_endpoint)
 
-    def _link(self, instance: str, incarnation: str, endpoint: str) -> WorkerLink:
+    def _link(self, instance: str, incarnation: str, endpoint: str, stream_endpoint: str = "") -> WorkerLink:
         key = (instance, incarnation)
         link = self._links.get(key)
         if link is None:
             peer = InstanceRef(instance=instance, incarnation=incarnation)
-            channel = self._channels.get(endpoint)
-            link = WorkerLink(peer, endpoint, self._gateway, channel, self._liveness_s, self._clock)
+            dial = partial(self._channels.open_stream, CONNECT_RPC, (stream_endpoint, endpoint))
+            link = WorkerLink(peer, endpoint, self._gateway, dial, self._liveness_s, self._clock)
             self._links[key] = link
             self._tasks[key] = spawn(link.run(), f"link to {instance}")
         return link

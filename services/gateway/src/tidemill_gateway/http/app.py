@@ -1,4 +1,4 @@
-"""The ASGI app: routes, request ids, keys, errors."""
+"""The endpoints: routes, request ids, keys, errors."""
 
 import ipaddress
 import re
@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 import structlog
-from starlette.types import Receive, Scope, Send
 
 from tidemill.v1 import errors_pb2
 from tidemill.v1.inference_pb2 import Model
@@ -19,8 +18,9 @@ from tidemill_gateway.http.chat_body import parse_chat
 from tidemill_gateway.http.chat_reply import ChatReply
 from tidemill_gateway.http.completion_body import parse_completion
 from tidemill_gateway.http.completion_reply import CompletionReply
-from tidemill_gateway.http.exchange import ClientGone, Exchange
-from tidemill_gateway.http.reply import DONE, Reply, collect, join_outputs, placement_fields
+from tidemill_gateway.http.event_stream import send_events
+from tidemill_gateway.http.exchange import Exchange
+from tidemill_gateway.http.reply import Reply, collect, join_outputs, placement_fields
 from tidemill_gateway.http.request_body import StreamOptions
 from tidemill_gateway.live_request import LiveRequest
 from tidemill_gateway.spec import GenerationSpec
@@ -29,7 +29,6 @@ from tidemill_mesh.errors import MeshError
 from tidemill_mesh.metrics import CONTENT_TYPE
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}\Z")
-EVENT_STREAM = b"text/event-stream; charset=utf-8"
 PLACEMENT_HEADER = b"x-tidemill-placement"
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -55,21 +54,30 @@ class ApiApp:
             "/debug/holds": ("GET", self._holds),
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def body_limit(self, exchange: Exchange) -> int:
+        """Nothing is kept of what a caller without a key, or for no endpoint, sends."""
+        if exchange.method != "POST" or exchange.path not in self._routes:
+            return 0
+        try:
+            self._keys.tenant(exchange.header(b"authorization"))
+        except MeshError:
+            return 0
+        return self._gateway.settings.max_body_bytes
+
+    async def __call__(self, exchange: Exchange) -> None:
         """Answers one request, whatever happens."""
-        exchange = Exchange(scope, receive, send, closing=self._gateway.admission.draining)
+        if self._gateway.admission.draining:
+            exchange.keep_alive = False
         given = exchange.header(b"x-request-id")
         exchange.request_id = given if _REQUEST_ID.match(given) else f"req-{secrets.token_hex(12)}"
         try:
             await self._route(exchange)
-        except ClientGone:
-            return
         except MeshError as error:
-            await exchange.fail(error)
+            exchange.fail(error)
         except Exception:
             error_id = secrets.token_hex(4)
             log.exception("request failed unexpectedly", request_id=exchange.request_id, error_id=error_id)
-            await exchange.fail(internal_error(error_id))
+            exchange.fail(internal_error(error_id))
 
     async def _route(self, exchange: Exchange) -> None:
         method, handler = self._routes.get(exchange.path, ("", self._not_found))
@@ -78,7 +86,7 @@ class ApiApp:
         if method not in ("", exchange.method) and not (method == "GET" and exchange.method == "HEAD"):
             body = orjson.dumps({"error": {"message": f"use {method}", "type": "invalid_request_error", "param": None,
                                            "code": "method_not_allowed"}})  # fmt: skip
-            await exchange.reply(405, body, headers=[(b"allow", method.encode())])
+            exchange.reply(405, body, headers=[(b"allow", method.encode())])
             return
         await handler(exchange)
 
@@ -92,82 +100,71 @@ class ApiApp:
 
     async def _generate(self, exchange: Exchange, parse: Parse, reply_type: type[Reply]) -> None:
         tenant = self._keys.tenant(exchange.header(b"authorization"))
-        body = _json_object(await exchange.body(self._gateway.settings.max_body_bytes))
-        spec, options, unknown = parse(body)
-        if unknown:
-            self._gateway.metrics.unknown_fields.inc(len(unknown))
-            log.debug("unknown fields are ignored", request_id=exchange.request_id, fields=unknown[:16])
+        spec, options = self._parsed(exchange, parse)
         spec.request_id = exchange.request_id
         spec.traceparent = exchange.header(b"traceparent")
         spec.include_placement = exchange.header(PLACEMENT_HEADER) in ("1", "true")
-        connection = exchange.connection
-        async with self._gateway.run(spec, tenant, streaming=options.stream, on_stalled_client=connection.cut) as live:
-            connection.on_lost = lambda: live.generation.abort(_gone())
-            if connection.lost:
-                raise _gone()
-            try:
-                reply = reply_type(live, spec.model, int(time.time()))
-                if options.stream:
-                    await _stream(exchange, live, reply, options)
-                else:
-                    await _whole(exchange, live, reply)
-            finally:
-                connection.on_lost = None
+        stalled = exchange.connection.cut
+        async with self._gateway.run(spec, tenant, streaming=options.stream, on_stalled_client=stalled) as live:
+            exchange.body.drop()
+            reply = reply_type(live, spec.model, int(time.time()))
+            if options.stream:
+                await send_events(exchange, live, reply, _placement_headers, include_usage=options.include_usage)
+            else:
+                await _whole(exchange, live, reply)
+
+    def _parsed(self, exchange: Exchange, parse: Parse) -> tuple[GenerationSpec, StreamOptions]:
+        # Apart from what runs: the names of unknown fields may be as long as a body.
+        spec, options, unknown = parse(_json_object(exchange.body.whole(self._gateway.settings.max_body_bytes)))
+        if unknown:
+            self._gateway.metrics.unknown_fields.inc(len(unknown))
+            log.debug("unknown fields are ignored", request_id=exchange.request_id, fields=unknown[:16])
+        return spec, options
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange) -> None:
         self._keys.tenant(exchange.header(b"authorization"))
         models = [_model_fields(model) for model in self._gateway.catalog.models()]
-        await exchange.reply(200, orjson.dumps({"object": "list", "data": models}))
+        exchange.reply(200, orjson.dumps({"object": "list", "data": models}))
 
     async def _model(self, exchange: Exchange) -> None:
         self._keys.tenant(exchange.header(b"authorization"))
         catalog = self._gateway.catalog
         model = catalog.describe(catalog.resolve(exchange.path.removeprefix("/v1/models/")))
-        await exchange.reply(200, orjson.dumps(_model_fields(model)))
+        exchange.reply(200, orjson.dumps(_model_fields(model)))
 
     async def _health(self, exchange: Exchange) -> None:
         draining = self._gateway.admission.draining
         state = {"status": "draining" if draining else "ok", "ready": self._gateway.catalog.any_ready()}
-        await exchange.reply(503 if draining else 200, orjson.dumps(state))
+        exchange.reply(503 if draining else 200, orjson.dumps(state))
 
     async def _ready(self, exchange: Exchange) -> None:
         ready = self._gateway.catalog.any_ready() and not self._gateway.admission.draining
-        await exchange.reply(200 if ready else 503, orjson.dumps({"ready": ready}))
+        exchange.reply(200 if ready else 503, orjson.dumps({"ready": ready}))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await exchange.reply(200, self._exposition(), CONTENT_TYPE.encode())
-
-    async def _holds(self, exchange: Exchange) -> None:
-        if not _is_loopback(exchange.client_host):
+        if self._keys.asked_for:
+            # Tenants share this port; what others' prompts hit is not theirs to read. Operators use `http_port`.
             await self._not_found(exchange)
             return
-        await exchange.reply(200, orjson.dumps(self._gateway.holds()))
+        exchange.reply(200, self._exposition(), CONTENT_TYPE.encode())
+
+    async def _holds(self, exchange: Exchange) -> None:
+        if not _is_loopback(exchange.connection.client_host):
+            await self._not_found(exchange)
+            return
+        exchange.reply(200, orjson.dumps(self._gateway.holds()))
 
     async def _not_found(self, exchange: Exchange) -> None:
         raise MeshError(errors_pb2.ERROR_CODE_NOT_FOUND, f"there is nothing at {exchange.path[:256]}")
-
-
-async def _stream(exchange: Exchange, live: LiveRequest, reply: Reply, options: StreamOptions) -> None:
-    opened = False
-    async for batch in live.outputs():
-        last = live.finished
-        events = reply.events(batch, last=last)
-        if not opened:
-            opened = True
-            await exchange.start(200, EVENT_STREAM, [(b"cache-control", b"no-cache"), *_placement_headers(live)])
-            events = reply.opening() + events
-        if last:
-            events += (reply.usage_event() if options.include_usage else b"") + DONE
-        await exchange.write(events, last=last)
 
 
 async def _whole(exchange: Exchange, live: LiveRequest, reply: Reply) -> None:
     whole = join_outputs(len(live.pipes))
     async for batch in live.outputs():
         collect(whole, batch)
-    await exchange.reply(200, reply.whole(whole), headers=_placement_headers(live))
+    exchange.reply(200, reply.whole(whole), headers=_placement_headers(live))
 
 
 def _placement_headers(live: LiveRequest) -> list[tuple[bytes, bytes]]:
@@ -184,10 +181,6 @@ def _json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid("body", "must be a JSON object")
     return value
-
-
-def _gone() -> MeshError:
-    return MeshError(errors_pb2.ERROR_CODE_CANCELLED, "the client has gone")
 
 
 def _model_fields(model: Model) -> dict[str, Any]:

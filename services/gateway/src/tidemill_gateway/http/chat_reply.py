@@ -6,9 +6,8 @@ import orjson
 
 from tidemill_gateway.http.logprobs import chat_logprobs
 from tidemill_gateway.http.reply import Reply
-from tidemill_gateway.live_request import LiveRequest
 from tidemill_gateway.output import ChoiceOutput
-from tidemill_gateway.text.tool_calls import ToolCall
+from tidemill_gateway.text.tool_calls import CallPart, ToolCall
 
 
 class ChatReply(Reply):
@@ -17,10 +16,6 @@ class ChatReply(Reply):
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
-
-    def __init__(self, request: LiveRequest, model: str, created: int) -> None:
-        super().__init__(request, model, created)
-        self._num_calls = [0] * len(request.pipes)
 
     def opening(self) -> bytes:
         """The role of each choice, once and in order of index."""
@@ -32,8 +27,8 @@ class ChatReply(Reply):
         delta: dict[str, Any] = {}
         if output.text:
             delta["content"] = output.text
-        if output.tool_calls:
-            delta["tool_calls"] = [self._call_delta(output.index, call) for call in output.tool_calls]
+        if output.call_parts:
+            delta["tool_calls"] = [_call_delta(part) for part in output.call_parts]
         logprobs = b"null"
         if output.logprobs:
             logprobs = orjson.dumps(chat_logprobs(output, self.request.model.token_bytes))
@@ -56,10 +51,13 @@ class ChatReply(Reply):
             logprobs = chat_logprobs(output, self.request.model.token_bytes)
         return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": output.finish}
 
-    def _call_delta(self, choice: int, call: ToolCall) -> dict[str, Any]:
-        index = self._num_calls[choice]
-        self._num_calls[choice] += 1
-        return {"index": index, **_call(call)}
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """The first piece names the call; clients join what follows by the index."""
+    if not part.id:
+        return {"index": part.index, "function": {"arguments": part.arguments_json}}
+    function = {"name": part.name, "arguments": part.arguments_json}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tidemill_gateway.http.request_body import (
     stream_options,
 )
 from tidemill_gateway.spec import GenerationSpec
-from tidemill_gateway.validation import invalid, unsupported
+from tidemill_gateway.validation import MAX_TOP_LOGPROBS, check_number, invalid, unsupported
 
 _UNSUPPORTED = UNSUPPORTED | {
     "echo": lambda value: value is False,
@@ -36,6 +36,7 @@ def parse_completion(body: dict[str, Any]) -> tuple[GenerationSpec, StreamOption
     spec.sampling = sampling(fields)
     logprobs = fields.integer("logprobs")
     if logprobs is not None:
+        check_number("logprobs", logprobs, 0, MAX_TOP_LOGPROBS)
         spec.sampling.logprobs = True
         spec.sampling.top_logprobs = logprobs
     best_of = fields.integer("best_of")

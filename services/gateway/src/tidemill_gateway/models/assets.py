@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,15 +68,26 @@ class Assets:
             data = (self._folder / digest).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            log.warning("a cached asset cannot be read and is fetched again", digest=digest, reason=str(error))
+            return None
         if hashlib.sha256(data).hexdigest() == digest:
             return data
         log.warning("a cached asset is damaged and is fetched again", digest=digest)
         return None
 
     def _write(self, digest: str, data: bytes) -> None:
+        """Keeps the asset for the next start; without room or leave for that, the gateway works as well."""
         if self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f"{digest}.partial"
-        partial.write_bytes(data)
-        partial.replace(self._folder / digest)
+        # A name of its own: models that share a tokenizer, or gateways that share the folder, write it at once.
+        partial = self._folder / f"{digest}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(data)
+                partial.replace(self._folder / digest)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("an asset cannot be kept on disk", digest=digest, reason=str(error))

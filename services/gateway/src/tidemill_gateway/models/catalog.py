@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jinja2
 import structlog
 
 from tidemill.mesh.v1.membership_pb2 import MembershipRecord, ModelCard, ModelRef
@@ -14,7 +13,6 @@ from tidemill.v1.inference_pb2 import Model
 from tidemill_gateway.models import fleet
 from tidemill_gateway.models.assets import Assets
 from tidemill_gateway.models.served_model import ServedModel, load_model
-from tidemill_gateway.text.token_bytes import UnsupportedTokenizer
 from tidemill_mesh.errors import MeshError
 from tidemill_mesh.membership import InstanceView
 
@@ -31,6 +29,8 @@ class _Entry:
     last_seen: float
     model: ServedModel | None = None
     problem: str = "its card and tokenizer are being fetched"
+    settled: bool = False
+    """Loaded, or found to be unusable: it is not fetched again."""
 
 
 class Catalog:
@@ -50,13 +50,18 @@ class Catalog:
 
     async def run(self) -> None:
         """Follows the membership until cancelled."""
-        self._instances.subscribe(self._on_change)
-        async with asyncio.TaskGroup() as loads:
-            while True:
-                self._changed.clear()
-                for entry in self._refresh():
-                    loads.create_task(self._load(entry), name=f"load model {entry.ref.name}")
-                await self._changed.wait()
+        # A run before this one that failed took its loads with it.
+        self._entries = {digest: entry for digest, entry in self._entries.items() if entry.settled}
+        unsubscribe = self._instances.subscribe(self._on_change)
+        try:
+            async with asyncio.TaskGroup() as loads:
+                while True:
+                    self._changed.clear()
+                    for entry in self._refresh():
+                        loads.create_task(self._load(entry), name=f"load model {entry.ref.name}")
+                    await self._changed.wait()
+        finally:
+            unsubscribe()
 
     def resolve(self, name: str) -> ServedModel:
         """The revision of a name or alias to use for a new request; MODEL_NOT_FOUND, or UNAVAILABLE while it loads."""
@@ -183,10 +188,13 @@ class Catalog:
                 await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
                 attempt += 1
                 continue
-            except (UnsupportedTokenizer, ValueError, jinja2.TemplateError) as error:
+            except Exception as error:
+                # Of any kind: a load that raises would end those of the other models.
                 entry.problem = f"{type(error).__name__}: {error}"
-                log.error("a model cannot be served", model=entry.ref.name, reason=entry.problem)
+                entry.settled = True
+                log.exception("a model cannot be served", model=entry.ref.name, reason=entry.problem)
                 return
+            entry.settled = True
             log.info("model known", model=entry.model.display_name)
             async with self._loaded:
                 self._loaded.notify_all()

@@ -14,11 +14,14 @@ from tidemill_gateway.spec import ChatMessage, SamplingSpec, Tool
 from tidemill_gateway.text.chat_template import ChatTemplate, TemplateRefused, special_tokens
 from tidemill_gateway.text.token_bytes import TokenBytes, UnsupportedTokenizer
 from tidemill_gateway.text.tool_prompt import as_plain_messages, signature, with_tool_instructions
+from tidemill_gateway.text.word_encoder import WordEncoder, word_encoder
 from tidemill_gateway.validation import check_sampling_bounds, invalid, unsupported
 from tidemill_mesh.errors import MeshError
 
 INLINE_CHARS = 16384
 """Longer texts are tokenised on a thread, so that other streams keep their pace."""
+PIECE_CHARS = 8
+"""For each token that may be: the length of the piece by which a long text is judged."""
 
 log = structlog.get_logger()
 
@@ -32,6 +35,10 @@ class ServedModel:
     token_bytes: TokenBytes
     template: ChatTemplate | None
     defaults: SamplingSpec
+    words: WordEncoder | None = None
+    """The tokenizer's short cut, where it is of a kind that has one."""
+    longest_token_chars: int = 0
+    """0: the tokenizer rewrites texts first, so that their length tells nothing for certain."""
 
     @property
     def display_name(self) -> str:
@@ -44,16 +51,35 @@ class ServedModel:
             raise unsupported("messages", f"model {self.card.name} has no chat template")
         shown: Sequence[ChatMessage] = messages
         if not self.template.takes_tools:
-            shown = as_plain_messages(with_tool_instructions(messages, tools) if tools else messages)
+            shown = as_plain_messages(_told_of(tools, messages) if tools else messages)
         described = [signature(tool) for tool in tools] if tools and self.template.takes_tools else None
         try:
-            return self.template.render([_as_template_message(message) for message in shown], described)
+            text = self.template.render([_as_template_message(message) for message in shown], described)
         except TemplateRefused as refusal:
             raise invalid("messages", f"the model's chat template refuses them: {refusal}") from refusal
+        _check_encodable(text)
+        return text
+
+    async def encode_within(self, text: str, most_tokens: int, *, add_special_tokens: bool) -> list[int] | None:
+        """Token ids of a text; None for one of far more than `most_tokens`, most of which is not even looked at.
+
+        Tokenising takes a hundred times a text's size in memory, and seconds for each few MiB.
+        """
+        if len(text) > INLINE_CHARS:
+            if self.longest_token_chars and len(text) > most_tokens * self.longest_token_chars:
+                return None
+            piece = text[: most_tokens * PIECE_CHARS]
+            # The cut may cost a few tokens, never half of them.
+            if len(piece) < len(text) and len(await self.encode(piece, add_special_tokens=False)) > 2 * most_tokens:
+                return None
+        return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text, however long."""
         if len(text) <= INLINE_CHARS:
+            known = None if self.words is None else self.words.encode(text, add_special_tokens=add_special_tokens)
+            if known is not None:
+                return known
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
         return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
@@ -65,18 +91,23 @@ class ServedModel:
 
 
 def load_model(card: ModelCard, tokenizer_json: bytes, template: bytes, tokenizer_config: bytes) -> ServedModel:
-    """Builds a model from its assets; raises UnsupportedTokenizer, ValueError or jinja2.TemplateError for bad ones."""
+    """Builds a model from its assets; bad ones raise UnsupportedTokenizer, or whatever their shape leads to."""
     config = json.loads(tokenizer_config) if tokenizer_config else {}
     tokenizer = _parse_tokenizer(tokenizer_json.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
     source = template.decode() or _template_of(config)
+    words = word_encoder(tokenizer, json.loads(tokenizer.to_str()))
+    if words is None:
+        log.info("prompts are tokenised without the short cut for known words", model=card.name)
     return ServedModel(
         card=card,
         tokenizer=tokenizer,
         token_bytes=TokenBytes(tokenizer),
         template=ChatTemplate(source, special_tokens(config)) if source else None,
         defaults=generation_defaults(card.generation_config_json),
+        words=words,
+        longest_token_chars=0 if tokenizer.normalizer else max(map(len, tokenizer.get_vocab())),
     )
 
 
@@ -133,5 +164,20 @@ def _as_value(arguments_json: str) -> Any:
     """Templates write arguments with `tojson`, so they get the value; text that is no JSON stays text."""
     try:
         return json.loads(arguments_json)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments_json
+
+
+def _told_of(tools: Sequence[Tool], messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    try:
+        return with_tool_instructions(messages, tools)
+    except RecursionError as error:
+        raise invalid("tools", "a tool's parameters are nested too deeply") from error
+
+
+def _check_encodable(text: str) -> None:
+    # The escape \ud800 alone, in arguments or in a tool's schema, is a str that no tokenizer takes.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid("messages", "their prompt holds a lone surrogate, which is no text") from error

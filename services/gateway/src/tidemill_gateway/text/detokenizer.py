@@ -19,14 +19,21 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._decoder = _utf8(errors="replace")
         self._strip = token_bytes.strips_first_space
+        self._between_characters = True
 
     def push(self, token_id: int) -> str:
         """Text that the token completes, possibly empty."""
+        if self._between_characters and not self._strip:
+            whole = self._token_bytes.whole_text(token_id)
+            if whole is not None:
+                return whole
         data = self._token_bytes.text_bytes(token_id)
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        self._between_characters = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """What an unfinished character leaves."""

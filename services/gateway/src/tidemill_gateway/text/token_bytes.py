@@ -4,6 +4,7 @@ ByteLevel (GPT-2 style) vocabularies spell each byte as a printable character; S
 U+2581 and have one token for each byte (`<0xE4>`). Special tokens stand for no bytes.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class TokenBytes:
         self._added = {i: token.content.encode() for i, token in added.items() if not token.special}
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
 
     def text_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text; empty for special tokens and ids that the vocabulary lacks."""
@@ -57,6 +59,18 @@ class TokenBytes:
         if known is None:
             known = self._known[token_id] = b"" if token_id in self.special_ids else self._spell(token_id)
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's text where its bytes are whole characters; None where others are needed to read them."""
+        try:
+            return self._whole[token_id]
+        except KeyError:
+            pass
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self.text_bytes(token_id).decode()
+        self._whole[token_id] = text
+        return text
 
     def display_bytes(self, token_id: int) -> bytes:
         """Bytes to show for the token in log-probabilities, where special tokens have a name too."""

@@ -6,6 +6,9 @@ The first pass sums each chunk of the vocabulary, the second finds the chunk tha
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tidemill_engine.cuda.kernels.launch import dependent
 
 _CHUNK = 4096
 
@@ -19,7 +22,11 @@ def _sum_chunks(
     places,
     vocab,
     CHUNK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -49,7 +56,11 @@ def _pick(
     num_chunks,
     CHUNK: tl.constexpr,  # noqa: N803
     CHUNKS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     chunks = tl.arange(0, CHUNKS)
@@ -98,7 +109,9 @@ def draw_tokens(
     tops = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(tops)
     places = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits.device)
-    _sum_chunks[(rows, num_chunks)](logits, temperatures, tops, sums, places, vocab, CHUNK=_CHUNK, num_warps=8)
+    _sum_chunks[(rows, num_chunks)](
+        logits, temperatures, tops, sums, places, vocab, CHUNK=_CHUNK, num_warps=8, **dependent()
+    )
     _pick[(rows,)](
         logits,
         temperatures,
@@ -115,4 +128,5 @@ def draw_tokens(
         CHUNK=_CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=8,
+        **dependent(),
     )

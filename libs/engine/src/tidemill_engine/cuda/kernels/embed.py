@@ -3,10 +3,16 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tidemill_engine.cuda.kernels.launch import dependent
 
 
 @triton.jit
-def _embed(token_ids, rows, row_tokens, table, out, size, BLOCK: tl.constexpr):  # noqa: N803
+def _embed(token_ids, rows, row_tokens, table, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: N803
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids + token)
     if token_id < 0:
@@ -23,6 +29,14 @@ def embed(token_ids: torch.Tensor, rows: torch.Tensor, row_tokens: torch.Tensor,
     out = torch.empty((tokens, size), dtype=table.dtype, device=table.device)
     block = triton.next_power_of_2(size)
     _embed[(tokens,)](
-        token_ids, rows, row_tokens, table, out, size, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        token_ids,
+        rows,
+        row_tokens,
+        table,
+        out,
+        size,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+        **dependent(),
     )
     return out

@@ -1,0 +1,14 @@
+"""Pairs of instances between which KV arrives damaged, as those who take it report: for placements without a router."""
+
+from tidemill_gateway.flow.local_placement import Shunned
+from tidemill_mesh.load import LoadView
+
+
+def shunned_by(loads: LoadView, fresh_s: float) -> Shunned:
+    """What the reports of the last `fresh_s` say; older ones may tell of a quarantine that is over."""
+
+    def shunned(taker: str) -> set[str]:
+        fresh = [s.report for key, s in loads.samples.items() if key[0] == taker and loads.age_s(*key) <= fresh_s]
+        return {source for report in fresh for source in report.quarantined}
+
+    return shunned

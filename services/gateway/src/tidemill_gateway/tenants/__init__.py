@@ -1,0 +1,1 @@
+"""Limits of tenants, shared by all gateways of a mesh."""
