@@ -38,13 +38,19 @@ async def outcome_of(operation: "asyncio.Task[None]") -> str:
 
 @pytest.fixture
 def exchange(pattern):
-    """Moves one message from the peer to the agent."""
+    """Moves one message from the peer to the agent; fails as the side does that fails first."""
 
     async def run(agent, peer) -> None:
         tag = new_tag()
-        peer.ask("send", peer=agent.address, tag=tag, size=MIB)
+        sending = peer.ask("send", peer=agent.address, tag=tag, size=MIB)
         out = np.zeros(MIB, np.uint8)
-        await agent.recv(peer.address, tag, out, 120.0)
+        receiving = asyncio.create_task(agent.recv(peer.address, tag, out, 120.0))
+        await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
+        if sending.done() and "error" in sending.result():
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            raise TransferError(sending.result()["error"], "the peer could not send")
+        await receiving
         assert (out == pattern(tag, MIB)).all()
 
     return run
@@ -90,7 +96,7 @@ async def test_a_frozen_peer_fails_at_the_deadline_and_serves_again_when_it_thaw
     out[:] = 0
     assert agent.holds["requests"] == 0
     own_peer.signal(signal.SIGCONT)
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(300.0):
         # The peer finds only by and by that what it had begun has ended.
         while (outcome := await outcome_of(asyncio.ensure_future(exchange(agent, own_peer)))) != "done":
             assert outcome == "peer_lost"
@@ -200,5 +206,25 @@ async def test_a_message_for_another_link_is_dropped_and_counted():
     await sender.send(receiver.address, 2, np.ones(MIB, np.uint8), 60.0)
     assert receiver.counters["unknown_messages"] == 1  # type: ignore[attr-defined]
     assert receiver.holds["unclaimed_messages"] == 0
+    await sender.close()
+    await receiver.close()
+
+
+@pytest.mark.parametrize("size", [9, MIB])
+async def test_an_endpoint_that_fails_before_its_link_costs_no_message(size):
+    sender, receiver = [await open_agent("ucx", "127.0.0.1") for _ in range(2)]
+
+    async def move(tag: int) -> None:
+        out = np.zeros(size, np.uint8)
+        await asyncio.gather(
+            sender.send(receiver.address, tag, np.ones(size, np.uint8), 60.0),
+            receiver.recv(sender.address, tag, out, 60.0),
+        )
+        assert out.all()
+
+    await move(1)
+    (endpoint,) = sender._endpoints.values()  # type: ignore[attr-defined]
+    endpoint.close_blocking(period=10**9, max_attempts=1)
+    await move(2)
     await sender.close()
     await receiver.close()

@@ -186,7 +186,7 @@ class UcxAgent:
         except libucxx.UCXMessageTruncatedError as error:
             raise TransferError("truncated", str(error)) from error
         except libucxx.UCXError as error:
-            raise TransferError("peer_lost", f"{link.peer}: {error}") from error
+            raise _endpoint_failed(link, error) from error
 
     async def _end(self, done: "asyncio.Future[None]", link: Link, withdraw: Callable[[], None]) -> None:
         """Ends a request before its time: asks the peer to let go, then takes the link down."""
@@ -284,8 +284,7 @@ class UcxAgent:
                 worker_address = libucxx.UCXAddress.create_from_buffer(bytes.fromhex(link.remote["worker"]))
                 endpoint = libucxx.UCXEndpoint.create_from_worker_address(self._worker, worker_address, True)
             except libucxx.UCXError as error:
-                link.lose(str(error))
-                raise TransferError("peer_lost", f"{link.peer}: {error}") from error
+                raise _endpoint_failed(link, error) from error
             self._endpoints[link] = endpoint
         return endpoint
 
@@ -303,7 +302,14 @@ def _as_peer_lost(link: Link) -> Iterator[None]:
     try:
         yield
     except libucxx.UCXError as error:
-        raise TransferError("peer_lost", f"{link.peer}: {error}") from error
+        raise _endpoint_failed(link, error) from error
+
+
+def _endpoint_failed(link: Link, error: Exception) -> TransferError:
+    """Ends the link too: UCX may know of the peer's end before the link's socket does, and a send tries again only on
+    a new link."""
+    link.lose(str(error))
+    return TransferError("peer_lost", f"{link.peer}: {error}")
 
 
 def _is_loopback(host: str) -> bool:
