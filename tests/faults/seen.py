@@ -12,7 +12,7 @@ from harness.running import RunningCluster
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs/operations.md"
 POLL_S = 0.2
 PATIENCE_S = 180.0
-SCRAPE_S = 15.0
+SCRAPE_S = 60.0
 INSTANCES_OF = {"worker": ("prefill", "decode"), "rank": ("prefill", "decode"), "all": ("",), "its own": ("",)}
 """Beginnings of the instances that the table means; a rank writes into its service's log."""
 

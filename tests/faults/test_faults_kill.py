@@ -11,7 +11,7 @@ from tidemill.v1 import errors_pb2
 
 # The first test's time includes the start of a cluster.
 PATIENCE_S = 180.0
-GIVEN_UP_S = 60.0
+GIVEN_UP_S = 120.0
 
 
 async def test_an_undisturbed_wave_gives_the_right_tokens(pairs, wave):

@@ -13,7 +13,7 @@ from tidemill_local import processes
 # The first test's time includes the start of a cluster.
 pytestmark = pytest.mark.full
 
-END_S = 60.0
+END_S = 180.0
 
 
 async def test_what_decodes_on_a_draining_instance_moves_with_all_its_state(pairs):

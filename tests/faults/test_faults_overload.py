@@ -98,7 +98,7 @@ async def load(mesh: RunningCluster, prompts: list[list[int]], **options: Any) -
 
 
 def metrics_of(mesh: RunningCluster, instance: str) -> list[str]:
-    with urlopen(f"http://{mesh.cluster.http_endpoint(instance)}/metrics", timeout=30) as response:
+    with urlopen(f"http://{mesh.cluster.http_endpoint(instance)}/metrics", timeout=300) as response:
         text: str = response.read().decode()
     return text.splitlines()
 

@@ -70,7 +70,7 @@ async def serve(fields: EngineSettings, path: Path) -> tuple[RankReady, dict[Req
     argv = ("-m", "tidemill_engine.rank", "--settings", encode_settings(fields), "--socket", str(path))
     process = await asyncio.create_subprocess_exec(sys.executable, *argv)
     try:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(300):
             result = await done
             assert await process.wait() == 0
     finally:

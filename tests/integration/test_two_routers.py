@@ -41,7 +41,7 @@ async def ask(mesh: RunningCluster, prompt: list[int]) -> Completion:
 async def status(mesh: RunningCluster, router: str) -> router_pb2.GetRouterStatusResponse:
     async with grpc.aio.insecure_channel(mesh.cluster.endpoint(router)) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        return await stub.GetRouterStatus(router_pb2.GetRouterStatusRequest(), timeout=5.0)
+        return await stub.GetRouterStatus(router_pb2.GetRouterStatusRequest(), timeout=300)
 
 
 def view_of(answer: router_pb2.GetRouterStatusResponse) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ def test_a_served_and_a_refused_folder_have_their_lines(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text(json.dumps({"architectures": ["NobodyForCausalLM"]}))
     command = [sys.executable, "-m", "tidemill_local", "models", str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert told.returncode == 1
     header, bad, good = told.stdout.splitlines()
     assert header.split() == ["MODEL", "ARCHITECTURE", "WEIGHTS", "STORED", "AS", "CONTEXT", "KV/TOKEN",

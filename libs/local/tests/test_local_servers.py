@@ -30,8 +30,8 @@ def home(tmp_path: Path):
 def test_etcd_and_nats_start_on_free_ports_and_are_healthy(home):
     etcd, etcd_port = servers.start_etcd(home, "127.0.0.1")
     nats, nats_port = servers.start_nats(home, "127.0.0.1")
-    health.wait_for(etcd, "healthy", lambda: health.http_ok(f"127.0.0.1:{etcd_port}", "/health"), 60)
-    health.wait_for(nats, "healthy", lambda: health.nats_ok("127.0.0.1", nats_port), 60)
+    health.wait_for(etcd, "healthy", lambda: health.http_ok(f"127.0.0.1:{etcd_port}", "/health"), 300)
+    health.wait_for(nats, "healthy", lambda: health.nats_ok("127.0.0.1", nats_port), 300)
     addresses = running_addresses(home)
     assert addresses.etcd == f"127.0.0.1:{etcd_port}"
     assert addresses.nats == f"nats://127.0.0.1:{nats_port}"
@@ -42,7 +42,7 @@ def test_a_killed_server_comes_back_at_the_same_address(home):
     _, port = servers.start_nats(home, "127.0.0.1")
     cluster.kill("nats")
     record = cluster.restart("nats")
-    health.wait_for(record, "healthy", lambda: health.nats_ok("127.0.0.1", port), 60)
+    health.wait_for(record, "healthy", lambda: health.nats_ok("127.0.0.1", port), 300)
 
 
 def test_up_starts_killed_servers_where_those_that_still_run_know_them(home):
@@ -67,7 +67,7 @@ def test_up_that_is_told_to_end_takes_back_what_it_has_begun(home, tmp_path):
         assert up.poll() is None, up.communicate()
         time.sleep(0.01)
     up.terminate()
-    _, said = up.communicate(timeout=100)
+    _, said = up.communicate(timeout=300)
     assert (up.returncode, said) == (1, "tidemill: interrupted\n")
     assert not any(map(processes.alive, processes.read_all(home.run)))
 
@@ -75,7 +75,7 @@ def test_up_that_is_told_to_end_takes_back_what_it_has_begun(home, tmp_path):
 def test_a_folder_that_holds_no_model_is_refused_before_anything_starts(home):
     argv = [sys.executable, "-m", "tidemill_local", "up", "--model", str(home.root)]
     env = {**os.environ, "TIDEMILL_HOME": str(home.root)}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "is no model folder" in done.stderr
     assert processes.read_all(home.run) == []
@@ -84,7 +84,7 @@ def test_a_folder_that_holds_no_model_is_refused_before_anything_starts(home):
 def test_a_process_that_ends_while_it_starts_is_named_with_its_last_lines(home):
     record = processes.start("gone", ["sh", "-c", "echo no such thing; exit 3"], run_dir=home.run, log_dir=home.logs)
     with pytest.raises(health.StartFailed, match=r"gone ended while it started; .*\nno such thing"):
-        health.wait_for(record, "healthy", lambda: False, 60)
+        health.wait_for(record, "healthy", lambda: False, 300)
 
 
 def test_one_that_ends_beside_a_slow_one_is_told_at_once(home):
@@ -125,7 +125,7 @@ def test_what_a_router_lacks_is_told_with_its_reason(home):
         health.wait_for_router(record, endpoint, {"decode-1"}, 0.1)
     server.start()
     try:
-        health.wait_for_router(record, endpoint, {"prefill-1", "decode-3"}, 60)
+        health.wait_for_router(record, endpoint, {"prefill-1", "decode-3"}, 300)
         lacked = health.router_lacks(endpoint, {"prefill-1", "decode-1", "decode-2", "decode-4"})
         asked = router.asked
         with pytest.raises(health.StartFailed, match=r"within 0 s \(decode-4 is no member"):

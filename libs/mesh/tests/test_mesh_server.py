@@ -95,7 +95,7 @@ async def test_a_watcher_that_leaves_takes_nothing_from_the_others(mesh_settings
         # Goes the same way as the cancellation, after it.
         await stub.Check(health_pb2.HealthCheckRequest())
         server.set_serving(False)
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(300):
             await read_until(staying, health_pb2.HealthCheckResponse.NOT_SERVING)
         await channel.close()
 
@@ -111,7 +111,7 @@ async def test_a_stop_tells_those_who_watch_and_does_not_wait_for_them(mesh_sett
         for watch in watches:
             await read_until(watch, health_pb2.HealthCheckResponse.SERVING)
         await read_until(unknown, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(300):
             await server.stop(600.0)
         for watch in watches:
             await read_until(watch, health_pb2.HealthCheckResponse.NOT_SERVING)

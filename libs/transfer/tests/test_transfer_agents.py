@@ -206,7 +206,7 @@ async def test_closing_leaves_no_task_and_no_descriptor(transport, start_peer, r
         with pytest.raises(TransferError):
             await waiting
     assert len(asyncio.all_tasks()) == tasks
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(300):
         await until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
     assert peer.end() == 0
 
@@ -268,7 +268,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(("name", "said"), [("ucx", r"ucx: .*transport=tcp"), ("tcp", r"tcp://127\.0\.0\.1:")])
 def test_where_ucx_cannot_be_had_it_is_refused_and_tcp_opens_by_name_alone(name, said):
     argv = [sys.executable, "-c", WITHOUT_UCX, name]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
     assert re.search(said, done.stdout), done.stdout
 
 

@@ -81,7 +81,7 @@ class Prefilling:
         self.responses = self.pull.responses()
 
     async def next(self) -> transfer_pb2.PullResponse:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             return await anext(self.responses)
 
     def computed(self, blocks: int, *, final: bool = False) -> None:
@@ -109,7 +109,7 @@ class Prefilling:
 
     async def ordered(self) -> list[messages.SendKV]:
         """The same, at least one piece."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not (found := self.orders()):
                 await asyncio.sleep(0)
         return found

@@ -117,7 +117,7 @@ async def test_a_prefetched_block_keeps_a_snapshot_slot_only_if_it_was_filled(
         key=messages.RequestKey("r"), hash_salt=b"r" * 16, token_ids=SUBMIT_TOKENS, tenant="t", stores=()
     )
     ranks.worker.table[submit.key] = submit
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         await prefetcher._run(submit, 0.0)
     held = [slots.get(block_hash) for block_hash in HASHES]
     assert [block is not None and block.snapshot_slot >= 0 for block in held] == [False, of_second]

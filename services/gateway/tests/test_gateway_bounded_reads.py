@@ -87,7 +87,7 @@ async def served(
     reads = BoundedReads(bodies, keys or Keys(None), FULL_NAME, timeout_s, SLOW_S)
     settings = ServiceSettings(port=0)
     services = [Servicer(add_InferenceServiceServicer_to_server, servicer or sizes, FULL_NAME)]
-    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(300):
         server = await stack.enter_async_context(serve_grpc(settings, services, interceptors=[reads]))
         ports, made = [server.port], []
         for _ in range(lines):

@@ -131,7 +131,7 @@ async def test_what_load_reports_say_refuses_low_classes_over_both_apis_until_th
     async with httpx2.AsyncClient(timeout=120) as http, Client(emulated_mesh.grpc_endpoint) as client:
 
         async def until(status: int) -> httpx2.Response:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while (
                     answer := await http.post(f"{emulated_mesh.http}/v1/completions", json=body)
                 ).status_code != status:
