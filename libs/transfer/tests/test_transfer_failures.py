@@ -226,5 +226,29 @@ async def test_an_endpoint_that_fails_before_its_link_costs_no_message(size):
     (endpoint,) = sender._endpoints.values()  # type: ignore[attr-defined]
     endpoint.close_blocking(period=10**9, max_attempts=1)
     await move(2)
+    await move(3)
+    assert sender.holds["links"] == 1
+    await sender.close()
+    await receiver.close()
+
+
+async def test_an_endpoint_that_fails_where_a_message_arrives_costs_that_message_only():
+    sender, receiver = [await open_agent("ucx", "127.0.0.1") for _ in range(2)]
+
+    async def move(tag: int) -> str:
+        sending = asyncio.ensure_future(sender.send(receiver.address, tag, np.ones(MIB, np.uint8), 300.0))
+        outcome = await outcome_of(
+            asyncio.ensure_future(receiver.recv(sender.address, tag, np.zeros(MIB, np.uint8), 300.0))
+        )
+        if outcome != "done":
+            sending.cancel()  # it may have begun anew, on another link
+        await asyncio.wait([sending])
+        return outcome
+
+    assert await move(1) == "done"
+    (endpoint,) = receiver._endpoints.values()  # type: ignore[attr-defined]
+    endpoint.close_blocking(period=10**9, max_attempts=1)
+    assert await move(2) == "peer_lost"
+    assert await move(3) == "done"
     await sender.close()
     await receiver.close()

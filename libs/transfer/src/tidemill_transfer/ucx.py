@@ -286,6 +286,8 @@ class UcxAgent:
             except libucxx.UCXError as error:
                 raise _endpoint_failed(link, error) from error
             self._endpoints[link] = endpoint
+        elif not endpoint.alive:
+            raise _endpoint_failed(link, ConnectionResetError("UCX has lost the peer"))
         return endpoint
 
     @contextmanager
@@ -306,8 +308,8 @@ def _as_peer_lost(link: Link) -> Iterator[None]:
 
 
 def _endpoint_failed(link: Link, error: Exception) -> TransferError:
-    """Ends the link too: UCX may know of the peer's end before the link's socket does, and a send tries again only on
-    a new link."""
+    """Ends the link too: UCX may give a peer up whose socket stands (one that was frozen), and a send tries again only
+    on a new link."""
     link.lose(str(error))
     return TransferError("peer_lost", f"{link.peer}: {error}")
 
