@@ -11,6 +11,7 @@ import pytest
 
 from tidemill.mesh.v1 import events_pb2, kvstore_pb2
 from tidemill.v1 import errors_pb2
+from tidemill_kvcache import snapshot_parts
 from tidemill_kvcache.hashing import split_hashes
 from tidemill_kvcache.runs import RemovedRun, StoredRun
 from tidemill_kvstore import presence as presence_module
@@ -75,7 +76,8 @@ def hashes(*numbers: int) -> list[bytes]:
 
 
 def test_long_runs_are_cut_into_batches_and_snapshots_of_bounded_size(monkeypatch):
-    monkeypatch.setattr(presence_module, "MAX_HASHES", 4)
+    for module in (presence_module, snapshot_parts):
+        monkeypatch.setattr(module, "MAX_HASHES", 4)
     sent: list[events_pb2.KvEventBatch] = []
     presence = Presence(
         "m", "kvstore-1", "a", lambda _, data: sent.append(events_pb2.KvEventBatch.FromString(data)), lambda: 0.0

@@ -7,7 +7,6 @@ import grpc
 
 from tidemill.mesh.v1 import (
     common_pb2,
-    events_pb2,
     membership_pb2,
     transfer_pb2,
     transfer_pb2_grpc,
@@ -16,6 +15,7 @@ from tidemill.mesh.v1 import (
 )
 from tidemill.v1 import errors_pb2
 from tidemill_engine import messages
+from tidemill_kvcache.snapshot_parts import snapshot_parts
 from tidemill_mesh.errors import MeshError
 from tidemill_mesh.server import Servicer
 from tidemill_mesh.streams.bridge import async_handler
@@ -42,7 +42,6 @@ RPCS = (
     f"{TRANSFER_SERVICE}/Pull",
     f"{TRANSFER_SERVICE}/FetchBlocks",
 )
-SNAPSHOT_BLOCKS_PER_MESSAGE = 8192
 HOT_PREFIXES = 10
 
 
@@ -99,18 +98,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if batches is not None:
             yield worker_pb2.GetSnapshotResponse(domain=ref, replay=True, batches=batches, last=True)
             return
-        sequence, runs = self._events.snapshot(domain)
-        part: list[events_pb2.BlockStored] = []
-        for run in runs:
-            part.append(run)
-            if sum(len(item.block_hashes) for item in part) >= SNAPSHOT_BLOCKS_PER_MESSAGE * 16:
-                yield worker_pb2.GetSnapshotResponse(
-                    domain=ref, sequence=sequence, blocks=part, model_revision=revision
-                )
-                part = []
-        yield worker_pb2.GetSnapshotResponse(
-            domain=ref, sequence=sequence, blocks=part, last=True, model_revision=revision
-        )
+        for part in snapshot_parts(ref, *self._events.snapshot(domain), revision):
+            yield part
 
     async def GetAsset(
         self, request: worker_pb2.GetAssetRequest, context: Context

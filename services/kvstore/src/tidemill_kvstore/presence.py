@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tidemill.mesh.v1 import common_pb2, events_pb2, worker_pb2
 from tidemill_kvcache.events import EventSequencer, removed_event, snapshots_removed_event, stored_event
-from tidemill_kvcache.hashing import HASH_BYTES
 from tidemill_kvcache.mirror import BlockMirror
 from tidemill_kvcache.runs import CacheEvent, DroppedSnapshots, RemovedRun, StoredRun
+from tidemill_kvcache.snapshot_parts import MAX_HASHES, cut, snapshot_parts
 from tidemill_mesh.load import kv_subject
-
-MAX_HASHES = 16384
-"""Hashes of one event batch or snapshot message: 256 KiB, well below the limits of NATS and gRPC."""
 
 TIER_L3 = common_pb2.TIER_L3
 
@@ -64,19 +61,7 @@ class Presence:
 
     def snapshot(self) -> Iterator[worker_pb2.GetSnapshotResponse]:
         """All blocks as of one sequence, in messages of bounded size; the last one says so."""
-        domain, sequence = self._sequencer.domain, self._sequencer.sequence
-        message = worker_pb2.GetSnapshotResponse(domain=domain, sequence=sequence)
-        room = MAX_HASHES
-        for run in self._mirror.runs():
-            for piece in _cut(run):
-                if room <= 0:
-                    yield message
-                    message = worker_pb2.GetSnapshotResponse(domain=domain, sequence=sequence)
-                    room = MAX_HASHES
-                message.blocks.append(piece)
-                room -= max(1, len(piece.block_hashes) // HASH_BYTES)
-        message.last = True
-        yield message
+        return snapshot_parts(self._sequencer.domain, self._sequencer.sequence, self._mirror.runs())
 
     def _sequence(self, incarnation: str) -> EventSequencer:
         domain = common_pb2.DomainRef(instance=self._instance, incarnation=incarnation, domain=0, epoch=incarnation)
@@ -91,7 +76,7 @@ def _kv_events(events: Iterable[CacheEvent]) -> Iterator[events_pb2.KvEvent]:
     for event in events:
         if isinstance(event, StoredRun):
             told = stored_event(event.parent, event.hashes, TIER_L3, event.kv_format_id, event.has_snapshot)
-            for piece in _cut(told.stored):
+            for piece in cut(told.stored):
                 yield events_pb2.KvEvent(stored=piece)
         elif isinstance(event, RemovedRun):
             for start in range(0, len(event.hashes), MAX_HASHES):
@@ -100,18 +85,3 @@ def _kv_events(events: Iterable[CacheEvent]) -> Iterator[events_pb2.KvEvent]:
             for start in range(0, len(event.hashes), MAX_HASHES):
                 part = event.hashes[start : start + MAX_HASHES]
                 yield snapshots_removed_event(part, TIER_L3, event.kv_format_id)
-
-
-def _cut(run: events_pb2.BlockStored) -> Iterator[events_pb2.BlockStored]:
-    parent, step = run.parent_block_hash, MAX_HASHES * HASH_BYTES
-    for start in range(0, len(run.block_hashes), step):
-        hashes = run.block_hashes[start : start + step]
-        yield events_pb2.BlockStored(
-            parent_block_hash=parent,
-            block_hashes=hashes,
-            tier=run.tier,
-            kv_format_id=run.kv_format_id,
-            # A whole number of bytes for each piece.
-            snapshot_bitmap=run.snapshot_bitmap[start // step * MAX_HASHES // 8 :][: MAX_HASHES // 8],
-        )
-        parent = hashes[-HASH_BYTES:]
