@@ -150,7 +150,7 @@ async def test_each_rank_gets_the_shards_that_have_its_heads(
 async def test_blocks_in_a_store_that_others_have_overtaken_are_found_if_it_is_named(is_named: bool) -> None:
     """Of three stores two are looked in for each block; the placement knows that the third has some."""
     names = ("a", "b", "c")
-    last = {index: ranked(block_hash, names)[-1] for index, block_hash in enumerate(HASHES)}
+    last = {index: names[place] for index, place in enumerate(ranked(HASHES, names)[-1])}
     shelves = {name: Shelf(all={at for at, store in last.items() if store == name}) for name in names}
     worker: Any = SimpleNamespace(rates=Rates(), counts=WorkerCounts(Metrics("prefill", "p")))
     stores: Any = SimpleNamespace(usable=lambda: {name: shelf.store(name) for name, shelf in shelves.items()})

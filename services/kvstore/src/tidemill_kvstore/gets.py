@@ -86,5 +86,4 @@ def has(kvstore: KvStore, request: kvstore_pb2.HasRequest) -> kvstore_pb2.HasRes
 
 
 def _bitmap(flags: Sequence[bool]) -> bytes:
-    bits = sum(1 << index for index, flag in enumerate(flags) if flag)
-    return bits.to_bytes((len(flags) + 7) // 8, "little")
+    return np.packbits(np.array(flags, bool), bitorder="little").tobytes()
