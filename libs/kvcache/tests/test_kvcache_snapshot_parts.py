@@ -55,9 +55,7 @@ def test_a_list_comes_back_whole_from_messages_of_bounded_size(lists: list[list[
     assert {(part.domain.epoch, part.sequence, part.model_revision) for part in parts} == {("e", 5, "r")}
     sizes = [sum(len(run.block_hashes) for run in part.blocks) // HASH_BYTES for part in parts]
     assert max(sizes) <= MOST
-    assert all(first + second > MOST for first, second in itertools.pairwise(sizes)), (
-        "none is small for nought"
-    )
+    assert all(first + second > MOST for first, second in itertools.pairwise(sizes)), "none is small for nought"
     received = mirror_of([KvEvent(stored=run) for part in parts for run in part.blocks])
     assert content(received) == content(mirror)
 
