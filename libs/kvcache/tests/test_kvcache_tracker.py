@@ -67,7 +67,7 @@ class Worker:
         return batch
 
     def dump(self) -> tuple[DomainRef, int, list[BlockStored]]:
-        return self.domain, self.sequencer.sequence, self.mirror.runs()
+        return self.domain, self.sequencer.sequence, list(self.mirror.runs())
 
 
 @dataclass

@@ -150,7 +150,7 @@ class Rank:
 
     def answer(self, known: tuple[DomainRef, int] | None) -> "Answer":
         batches = self.sequencer.replay(*known) if known else None
-        blocks = self.mirror.runs() if batches is None else []
+        blocks = list(self.mirror.runs()) if batches is None else []
         return Answer(self.domain, self.sequencer.sequence, blocks, batches)
 
     def _remember(self) -> None:

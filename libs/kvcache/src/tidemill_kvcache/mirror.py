@@ -43,9 +43,18 @@ class BlockMirror:
             for kept in index.holders:
                 index.drop(kept)
 
-    def runs(self) -> list[BlockStored]:
-        """All blocks, in each tier parents before children."""
-        return [
+    def runs(self) -> Iterator[BlockStored]:
+        """All blocks as they are at this call, whatever changes while they are read; in each tier parents before
+        children.
+
+        Only what must be done at once is: for millions of short runs the messages take most of the time.
+        """
+        held = [
+            (tier, kv_format_id, list(self._index.marked_runs_of(kv_format_id, tier, [SnapshotHolder(kv_format_id)])))
+            for kv_format_id in self._formats
+            for tier in (TIER_L1, TIER_L2, TIER_L3)
+        ]
+        return (
             BlockStored(
                 parent_block_hash=parent,
                 block_hashes=packed,
@@ -53,12 +62,9 @@ class BlockMirror:
                 kv_format_id=kv_format_id,
                 snapshot_bitmap=snapshots,
             )
-            for kv_format_id in self._formats
-            for tier in (TIER_L1, TIER_L2, TIER_L3)
-            for parent, packed, snapshots in _joined(
-                self._index.marked_runs_of(kv_format_id, tier, [SnapshotHolder(kv_format_id)])
-            )
-        ]
+            for tier, kv_format_id, runs in held
+            for parent, packed, snapshots in _joined(runs)
+        )
 
     @property
     def _formats(self) -> list[int]:

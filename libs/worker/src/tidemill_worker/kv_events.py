@@ -1,6 +1,6 @@
 """KV events of this instance's domains: published in order, mirrored for snapshots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tidemill.mesh.v1 import common_pb2, events_pb2
 from tidemill_engine import messages
@@ -90,8 +90,8 @@ class KvEvents:
         for sequencer in self._sequencers.values():
             self._send(sequencer.heartbeat())
 
-    def snapshot(self, domain: Domain) -> tuple[int, list[events_pb2.BlockStored]]:
-        """The domain's sequence and its blocks as of it, parents first."""
+    def snapshot(self, domain: Domain) -> tuple[int, Iterator[events_pb2.BlockStored]]:
+        """The domain's sequence and its blocks as of it, whatever comes while they are read; parents first."""
         return self._sequencers[domain.index].sequence, self._mirrors[domain.index].runs()
 
     def replay(

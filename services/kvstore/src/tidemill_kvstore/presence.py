@@ -60,7 +60,7 @@ class Presence:
         return worker_pb2.GetSnapshotResponse(domain=self._sequencer.domain, replay=True, batches=batches, last=True)
 
     def snapshot(self) -> Iterator[worker_pb2.GetSnapshotResponse]:
-        """All blocks as of one sequence, in messages of bounded size; the last one says so."""
+        """All blocks as of this call, whatever comes while they are sent, in messages of bounded size."""
         return snapshot_parts(self._sequencer.domain, self._sequencer.sequence, self._mirror.runs())
 
     def _sequence(self, incarnation: str) -> EventSequencer:

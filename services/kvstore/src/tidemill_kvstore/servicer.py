@@ -70,7 +70,7 @@ class SnapshotServicer:
         if replay is not None:
             yield replay
             return
-        for message in list(self._kvstore.presence.snapshot()):
+        for message in self._kvstore.presence.snapshot():
             yield message
 
 
