@@ -99,16 +99,19 @@ class HashArena:
         self._fill += count
         return count
 
-    def fill(self, start: int, packed: bytes | memoryview, owner: int) -> None:
-        """Writes hashes into reserved slots."""
-        count = len(packed) // HASH_BYTES
-        self.stored[start * HASH_BYTES : (start + count) * HASH_BYTES] = packed
+    def fill(self, start: int, packed: bytes | memoryview, owner: int) -> int:
+        """Writes hashes into reserved slots; returns the slot behind them."""
+        at, size = start * HASH_BYTES, len(packed)
+        count = size // HASH_BYTES
+        end = start + count
+        self.stored[at : at + size] = packed
         if count == 1:
             self.owners[start] = owner
         else:
-            self.owners[start : start + count] = owner
+            self.owners[start:end] = owner
         self._live[start // self.segment_slots] += count
         self.live_slots += count
+        return end
 
     def free(self, start: int, count: int) -> None:
         """Slots of one segment hold nothing any more."""

@@ -11,7 +11,7 @@ from tidemill_kvcache.arena import HUGE_PAGE_BYTES, MAX_SEGMENT_SLOTS, MIN_SEGME
 from tidemill_kvcache.hashing import Hashes, pack, split_hashes
 from tidemill_kvcache.held_runs import HeldRuns
 from tidemill_kvcache.run_tree import RunTree
-from tidemill_kvcache.tier_depth import L1, L2, L3, TIERS, TierDepth, depths_along, first_bits
+from tidemill_kvcache.tier_depth import L1, L2, L3, TIERS, TierDepth, depths_along, first_bits, new_depth
 
 __all__ = ["L1", "L2", "L3", "TIERS", "BlockIndex", "TierDepth"]
 
@@ -194,7 +194,7 @@ class BlockIndex:
         mask = mask_of[masks[path[0]]]
         holders = (mask | mask >> 1 | mask >> 2) & self._visible
         if len(path) == 1 and not holders & ~mask:
-            return dict.fromkeys(self._names_of(holders), TierDepth(end))
+            return dict.fromkeys(self._names_of(holders), new_depth(TierDepth, (end, 0, 0)))
         deep: dict[Hashable, TierDepth] = {}
         for places, depth in depths_along(holders, [(mask_of[masks[run]], lengths[run]) for run in path], end):
             if places & (places - 1):

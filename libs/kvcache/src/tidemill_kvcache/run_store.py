@@ -78,16 +78,16 @@ class RunStore:
 
     def write(self, run: int, start: int, packed: bytes | memoryview) -> None:
         """Puts hashes into slots that are reserved for the run."""
-        count, ends = len(packed) // HASH_BYTES, self._pending_ends
-        self.arena.fill(start, packed, run)
+        ends, end = self._pending_ends, self.arena.fill(start, packed, run)
         if ends and ends[-1] == start:
-            ends[-1] = start + count
+            ends[-1] = end
         else:
             self._pending.append(start)
-            ends.append(start + count)
-        self._num_pending += count
-        self.tails[bytes(packed[-HASH_BYTES:])] = run
-        if self._num_pending > self._max_pending or len(self.tails) > MAX_PENDING_WRITES:
+            ends.append(end)
+        self._num_pending += end - start
+        tails = self.tails
+        tails[bytes(packed[-HASH_BYTES:])] = run
+        if self._num_pending > self._max_pending or len(tails) > MAX_PENDING_WRITES:
             self.flush()
 
     def relocate(self, run: int, spare: int) -> None:

@@ -65,6 +65,11 @@ class RunTree:
                 break
             path.append(child)
             run = child
+        stop = min(end, total)
+        at = runs.starts[run] * HASH_BYTES + stop - begin
+        # Most often all of the last run agrees.
+        if stored[at - HASH_BYTES : at] == packed[stop - HASH_BYTES : stop]:
+            return path, stop // HASH_BYTES
         return path, begin // HASH_BYTES + self._common(run, packed, begin // HASH_BYTES)
 
     def extend(self, parent: bytes, packed: bytes, bit: int) -> tuple[int, bool]:
@@ -113,14 +118,15 @@ class RunTree:
 
         Returns the new blocks; 0: it is not so, and nothing was changed.
         """
-        run = self.store.tails.get(parent, 0)
-        runs = self.runs
+        store, runs = self.store, self.runs
+        run = store.tails.get(parent, 0)
         if not run or runs.children[run] or runs.sets.masks[runs.masks[run]] != bit or self._waiting or not packed:
             return 0
         end = (runs.starts[run] + runs.lengths[run]) * HASH_BYTES
-        if self.store.arena.stored[end - HASH_BYTES : end] != parent or self._heads.find(packed[:HASH_BYTES]):
+        # That nothing lies behind it yet is known then: it has no child, and no run waits for its parent.
+        if store.arena.stored[end - HASH_BYTES : end] != parent or not self._grow(run, packed):
             return 0
-        return len(packed) // HASH_BYTES if self._grow(run, packed) else 0
+        return len(packed) // HASH_BYTES
 
     def clear(self, packed: bytes, bit: int) -> int:
         """Takes `bit` from blocks in any order; returns how many had it."""

@@ -43,7 +43,7 @@ def depths_along(holders: int, runs: Iterable[tuple[int, int]], end: int) -> lis
             if below:
                 _continue(lower, mask, depth, (L2, gone, depth, 0), ended)
             elif gone:
-                ended.append((gone, _new(TierDepth, (depth, 0, 0))))
+                ended.append((gone, new_depth(TierDepth, (depth, 0, 0))))
             if not in_l1 and not lower:
                 return ended
         depth += length
@@ -54,7 +54,7 @@ def depths_along(holders: int, runs: Iterable[tuple[int, int]], end: int) -> lis
 
 _Cohort = tuple[int, int, int, int]
 """Holders that went on in a lower tier: (tier, holders, depth of L1, depth of L2 after it)."""
-_new = tuple.__new__
+new_depth = tuple.__new__
 """Makes a TierDepth in half the time of its constructor."""
 
 
