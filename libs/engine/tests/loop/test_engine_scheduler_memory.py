@@ -3,6 +3,7 @@
 import pytest
 
 from tidemill_engine.messages import Abort
+from tidemill_engine.scheduler import admission, cover
 
 
 def test_output_in_half_the_pool_is_the_same_token_for_token(emulated_service, emulated_continuation):
@@ -162,3 +163,21 @@ def test_a_blocked_engine_is_idle_until_a_timer(emulated_service):
     assert service.finish(held) == "prefilled"
     assert service.finish(blocked) == "length"
     service.assert_nothing_held()
+
+
+def test_growth_that_is_counted_once_a_step_stays_right_over_its_admissions(emulated_service, monkeypatch):
+    checked = []
+    add = admission.Growth.add
+
+    def add_and_check(growth, request):
+        add(growth, request)
+        assert growth.blocks == cover.growth_blocks(growth._state)
+        checked.append(request.key)
+
+    monkeypatch.setattr(admission.Growth, "add", add_and_check)
+    service = emulated_service(num_blocks=60, admission_headroom_tokens=9)
+    for r in range(14):
+        stage = "prefill" if r % 5 == 3 else "whole"
+        service.submit(f"r{r}", [r] * (3 + r % 6), stage=stage, max_tokens=4 + 3 * r, hold_s=0.0)
+    service.run()
+    assert len(checked) >= 14

@@ -27,6 +27,27 @@ class Verdict(enum.Enum):
     """It waits for something other than room: credit, budget or another request's prefix."""
 
 
+class Growth:
+    """Blocks that admitted requests are going to take. Nothing but admissions changes them while a step is planned, so
+    they are counted once for each step, not for each request."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._blocks: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        """See `cover.growth_blocks`."""
+        if self._blocks is None:
+            self._blocks = cover.growth_blocks(self._state)
+        return self._blocks
+
+    def add(self, request: Request) -> None:
+        """The request was admitted."""
+        if self._blocks is not None and cover.is_growing(request):
+            self._blocks += cover.headroom_blocks(self._state, request)
+
+
 class Admission:
     """One step's admissions. A request that does not fit may be passed `max_overtakes` times, then nobody passes it."""
 
@@ -36,25 +57,27 @@ class Admission:
         self._now_s = now_s
         self._blocked: list[Request] = []
         self._closed = False
+        self._growth = Growth(state)
 
     def consider(self, request: Request) -> None:
         """Admits the waiting request if it may and can be; most urgent first."""
         state = self._state
         if self._closed or state.num_active >= state.settings.max_num_seqs or is_paused(state, request):
             return
-        verdict = _try_admit(state, self._plan, request, self._now_s)
+        verdict = _try_admit(state, self._plan, self._growth, request, self._now_s)
         if verdict is Verdict.NO_ROOM:
             self._blocked.append(request)
         elif verdict is Verdict.ADMITTED:
+            self._growth.add(request)
             for passed in self._blocked:
                 passed.num_overtaken += 1
         passed_enough = any(passed.num_overtaken >= state.settings.max_overtakes for passed in self._blocked)
         self._closed = passed_enough or len(self._blocked) >= _MAX_BLOCKED
 
 
-def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: float) -> Verdict:
+def _try_admit(state: SchedulerState, plan: StepPlan, growth: Growth, request: Request, now_s: float) -> Verdict:
     if request.stage == "decode":
-        return _admit_hand_over(state, request)
+        return _admit_hand_over(state, growth, request)
     if request.credit_tokens <= 0:
         mark_stalled(state, request, now_s)
         return Verdict.LATER
@@ -65,7 +88,7 @@ def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: f
         return Verdict.LATER
     if not may_grow(state, request):
         return Verdict.NO_ROOM
-    match = _take_blocks(state, request, need_snapshot=True)
+    match = _take_blocks(state, growth, request, need_snapshot=True)
     if match is None:
         return Verdict.NO_ROOM
     if wants_onboard(state, request, match):
@@ -79,10 +102,10 @@ def _try_admit(state: SchedulerState, plan: StepPlan, request: Request, now_s: f
     return Verdict.ADMITTED
 
 
-def _admit_hand_over(state: SchedulerState, request: Request) -> Verdict:
+def _admit_hand_over(state: SchedulerState, growth: Growth, request: Request) -> Verdict:
     if not may_grow(state, request):
         return Verdict.NO_ROOM
-    match = _take_blocks(state, request, need_snapshot=False)
+    match = _take_blocks(state, growth, request, need_snapshot=False)
     if match is None:
         return Verdict.NO_ROOM
     ask_hand_over(state, request, match)
@@ -124,7 +147,7 @@ def _follows(state: SchedulerState, request: Request, now_s: float) -> bool:
     return True
 
 
-def _take_blocks(state: SchedulerState, request: Request, *, need_snapshot: bool) -> MatchResult | None:
+def _take_blocks(state: SchedulerState, growth: Growth, request: Request, *, need_snapshot: bool) -> MatchResult | None:
     """Matches the cache and allocates the rest; None, and nothing taken, when the request's need does not fit."""
     if state.has_sequence_state and state.slots.num_free == 0:
         return None
@@ -135,7 +158,7 @@ def _take_blocks(state: SchedulerState, request: Request, *, need_snapshot: bool
     limit = len(request.tokens) - (0 if request.stage == "decode" else 1)
     match = cache.match_prefix(seq, request.tokens.view(), limit, need_snapshot=need_snapshot)
     need = cover.num_blocks(cover.admission_cover(state, request), block_size) - match.num_blocks
-    if need + cover.growth_blocks(state) > cache.available_blocks:
+    if need + growth.blocks > cache.available_blocks:
         cache.free(seq)
         return None
     granted = cache.allocate(seq, cover.initial_cover(state, request))

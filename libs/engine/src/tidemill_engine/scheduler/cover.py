@@ -45,7 +45,12 @@ def admission_cover(state: SchedulerState, request: Request) -> int:
 def growing(state: SchedulerState) -> list[Request]:
     """Admitted requests whose KV grows here."""
     admitted = [*state.running, *state.transferring.values()]
-    return [request for request in admitted if request.stage != "prefill" and request.seq is not None]
+    return [request for request in admitted if is_growing(request)]
+
+
+def is_growing(request: Request) -> bool:
+    """Whether the KV of an admitted request grows here."""
+    return request.stage != "prefill" and request.seq is not None
 
 
 def headroom_blocks(state: SchedulerState, request: Request) -> int:

@@ -70,9 +70,11 @@ def may_grow(state: SchedulerState, request: Request) -> bool:
 def _in_time(state: SchedulerState, request: Request) -> bool:
     """Whether decode steps stay within the targets of all, times `most_tpot_load`."""
     most = state.settings.most_tpot_load
+    if not most:
+        return True
     decoding = [r for r in state.running if r.is_decoding]
     targets = [r.slo_tpot_s for r in (*decoding, request) if r.slo_tpot_s > 0]
-    if not most or not decoding or not targets:
+    if not decoding or not targets:
         return True
     context = sum(len(r.tokens) for r in decoding) + len(request.tokens)
     return state.load.cost.model.decode_step_s(len(decoding) + 1, context) <= most * min(targets)
