@@ -1,5 +1,6 @@
 """What transfers and L2 need of a KV pool, whatever its backend."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -68,3 +69,16 @@ class DevicePool(Protocol):
     def scatter_from_device(
         self, data: Any, block_ids: list[int], head_start: int, head_end: int, source_dtype: str
     ) -> None: ...
+
+
+@runtime_checkable
+class SlotPool(Protocol):
+    """A pool that copies between its blocks and page-locked memory by itself, without a buffer in between."""
+
+    def gather_into(self, rows: Sequence[Bytes], block_ids: Sequence[int], head_start: int, head_end: int) -> None:
+        """Fills each row with a block's canonical bytes, values in the pool's own type."""
+
+    def scatter_rows(
+        self, rows: Sequence[Bytes], block_ids: Sequence[int], head_start: int, head_end: int, source_dtype: str
+    ) -> None:
+        """Writes each row into a block; raises ValueError on a wrong size."""

@@ -20,6 +20,7 @@ import msgspec
 import torch
 import triton
 
+from tidemill_bench.l2_copies import l2_rows
 from tidemill_bench.options import Options
 from tidemill_bench.random_tensors import RandomTensors, write_config
 from tidemill_bench.report import Row
@@ -224,10 +225,10 @@ def measure(shape: str, form: str, quick: bool, machine: str) -> list[Row]:
 
 
 def run(options: Options) -> list[Row]:
-    """Both shapes one after the other."""
+    """L2's copies, then all shapes one after the other."""
     name = torch.cuda.get_device_name()
     machine = f"1 x {name}, torch {torch.__version__}, triton {triton.__version__}"
-    rows: list[Row] = []
+    rows = l2_rows(machine)
     for shape, form in MEASURED:
         rows += measure(shape, form, options.quick, machine)
         gc.unfreeze()

@@ -128,6 +128,25 @@ class CudaKVPool(KVPool):
                 start += size
         stream.synchronize()
 
+    def gather_into(self, rows: Sequence[np.ndarray], block_ids: Sequence[int], head_start: int, head_end: int) -> None:
+        """Fills each row, of page-locked memory, with a block's canonical bytes."""
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            joined = self._joined(block_ids, head_start, head_end).view(len(block_ids), -1)
+            for row, block in zip(rows, joined, strict=True):
+                torch.from_numpy(row).copy_(block, non_blocking=True)
+        stream.synchronize()
+
+    def scatter_rows(
+        self, rows: Sequence[np.ndarray], block_ids: Sequence[int], head_start: int, head_end: int, source_dtype: str
+    ) -> None:
+        """Writes each row, of page-locked memory, into a block; raises ValueError on a wrong size."""
+        with torch.cuda.stream(self._stream()):
+            joined = torch.empty((len(rows), rows[0].nbytes), dtype=torch.uint8, device=self._device)
+            for row, block in zip(rows, joined, strict=True):
+                block.copy_(torch.from_numpy(row), non_blocking=True)
+        self.scatter_from_device(joined.view(-1), block_ids, head_start, head_end, source_dtype)
+
     def clear_blocks(self, block_ids: torch.Tensor) -> None:
         """Zeros blocks on the steps' stream."""
         places = block_ids.to(self._device)
