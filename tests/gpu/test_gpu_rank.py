@@ -65,6 +65,9 @@ async def serve(fields: EngineSettings, path: Path) -> tuple[RankReady, dict[Req
         send([Shutdown()])
         assert ready is not None
         done.set_result((ready, tokens))
+        # The rank closes its side at its end.
+        await reader.read()
+        writer.close()
 
     server = await asyncio.start_unix_server(talk, path)
     argv = ("-m", "tidemill_engine.rank", "--settings", encode_settings(fields), "--socket", str(path))
@@ -74,9 +77,11 @@ async def serve(fields: EngineSettings, path: Path) -> tuple[RankReady, dict[Req
             result = await done
             assert await process.wait() == 0
     finally:
-        server.close()
         if process.returncode is None:
             process.kill()
+        server.close()
+        async with asyncio.timeout(60):
+            await server.wait_closed()
     return result
 
 
