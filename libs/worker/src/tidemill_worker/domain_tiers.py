@@ -17,6 +17,8 @@ from tidemill_worker.write_down import WriteDown
 
 L2_COLD_SHARE = 8
 """With L3's policy "on_eviction", so large a part of L2 is kept copied ahead of its eviction."""
+LOOKS = 8
+"""At what leaves L2 next, while as much comes in as one look finds."""
 
 
 class DomainTiers:
@@ -41,6 +43,8 @@ class DomainTiers:
         self._to_l2 = WriteDown(settings.l2_policy, settings.write_down_hits, self.residents)
         self._to_l3 = WriteDown(settings.l3_policy, settings.write_down_hits, self.residents)
         self._l3_follows_l2 = settings.l3_policy == "on_eviction" and self.l2.enabled
+        self._look_at = 0
+        """Blocks that have come to L2 before it is looked at again."""
 
     @property
     def ended(self) -> bool:
@@ -90,11 +94,14 @@ class DomainTiers:
             self.l3.offer(self._to_l3.cooling(event.block_hashes))
 
     def step_done(self) -> None:
-        """L3 gets what L2 will evict next."""
+        """L3 gets what L2 will evict next, as much as it takes; the rest is offered at a later look."""
         slots = self.l2.slots
-        if self._l3_follows_l2 and len(slots) * L2_COLD_SHARE >= slots.num_slots * (L2_COLD_SHARE - 1):
-            cold = slots.coldest(max(1, slots.num_slots // L2_COLD_SHARE))
-            fresh = [block for block in cold if not block.offered_down]
+        if not self._l3_follows_l2 or slots.filled_blocks < self._look_at:
+            return
+        if len(slots) * L2_COLD_SHARE >= slots.num_slots * (L2_COLD_SHARE - 1):
+            ahead = max(1, slots.num_slots // L2_COLD_SHARE)
+            self._look_at = slots.filled_blocks + max(1, ahead // LOOKS)
+            fresh = [block for block in slots.coldest(ahead) if not block.offered_down][: self.l3.room]
             for block in fresh:
                 block.offered_down = True
             self.l3.offer(

@@ -32,11 +32,16 @@ class L2Block:
     """L3 was told that it is about to leave."""
 
 
+_Entry = tuple[int, int, L2Block]
+"""(when it was used, slot, block): a leaf in order of eviction, outdated once it was used again or is none any more."""
+
+
 class L2Slots:
     """The directory of one domain's L2."""
 
     def __init__(self, num_blocks: int, num_snapshots: int) -> None:
         self.num_slots = num_blocks
+        self.filled_blocks = 0
         self.evicted_blocks = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
@@ -44,7 +49,7 @@ class L2Slots:
         self._filling: dict[bytes, L2Block] = {}
         self._with_snapshot: OrderedDict[L2Block, None] = OrderedDict()
         self._children: Counter[bytes] = Counter()
-        self._leaves: list[tuple[int, int, L2Block]] = []
+        self._leaves: list[_Entry] = []
         self._clock = itertools.count(1)
         self._events = EventLog()
 
@@ -105,6 +110,7 @@ class L2Slots:
             self._withdraw(older)
         block.pins, block.present = 0, True
         self._blocks[block.block_hash] = block
+        self.filled_blocks += 1
         if block.snapshot_slot >= 0:
             self._with_snapshot[block] = None
         self.touch([block])
@@ -155,18 +161,31 @@ class L2Slots:
         self._events.take()
 
     def coldest(self, count: int) -> list[L2Block]:
-        """Blocks that would be evicted next, in order, if nothing was used meanwhile: chains from their ends on."""
-        leaves = [entry for entry in set(self._leaves) if self._is_current(entry)]
-        heapq.heapify(leaves)
-        followers: dict[bytes, int] = {}
+        """Blocks that would be evicted next, in order, if nothing was used meanwhile: chains from their ends on.
+
+        Takes what is found, and once what is outdated, from the heap; the rest of it is not looked at.
+        """
+        taken: list[_Entry] = []
+        followers: list[_Entry] = []
+        children: dict[bytes, int] = {}
         found: list[L2Block] = []
-        while leaves and len(found) < count:
-            block = heapq.heappop(leaves)[2]
+        while len(found) < count and (self._leaves or followers):
+            if followers and (not self._leaves or followers[0] < self._leaves[0]):
+                block = heapq.heappop(followers)[2]
+            else:
+                entry = heapq.heappop(self._leaves)
+                # A block that was offered twice lies there twice, one behind the other.
+                if not self._is_current(entry) or taken[-1:] == [entry]:
+                    continue
+                taken.append(entry)
+                block = entry[2]
             found.append(block)
-            followers[block.parent] = followers.get(block.parent, self._children[block.parent]) - 1
+            children[block.parent] = children.get(block.parent, self._children[block.parent]) - 1
             parent = self._blocks.get(block.parent)
-            if parent is not None and not followers[block.parent] and not parent.pins:
-                heapq.heappush(leaves, (parent.used_at, parent.slot, parent))
+            if parent is not None and not children[block.parent] and not parent.pins:
+                heapq.heappush(followers, (parent.used_at, parent.slot, parent))
+        for entry in taken:
+            heapq.heappush(self._leaves, entry)
         return found
 
     def take_events(self) -> list[CacheEvent]:
@@ -199,7 +218,7 @@ class L2Slots:
                 return True
         return False
 
-    def _is_current(self, entry: tuple[int, int, L2Block]) -> bool:
+    def _is_current(self, entry: _Entry) -> bool:
         used_at, _, block = entry
         return self._is_leaf(block) and block.used_at == used_at
 

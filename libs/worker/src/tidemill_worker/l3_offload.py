@@ -55,9 +55,14 @@ class Offloader:
         """Offloads queued (as one) or under way."""
         return self.in_flight + bool(self._queue)
 
+    @property
+    def room(self) -> int:
+        """Blocks that would be queued now."""
+        return max(0, self._worker.settings.l3_queue_blocks - len(self._queue))
+
     def offer(self, blocks: Sequence[StoredBlock]) -> None:
         """Queues blocks, parents first; what does not fit is dropped and counted."""
-        room = max(0, self._worker.settings.l3_queue_blocks - len(self._queue))
+        room = self.room
         self._queue.extend(blocks[:room])
         self._worker.counts.l3_blocks("dropped", len(blocks) - len(blocks[:room]))
         self._wake.set()
