@@ -75,6 +75,22 @@ def test_blocks_are_found_by_another_kvstore_and_after_a_restart(open_objects: O
     assert [entry is not None for entry in restarted.peek("v1/b16/kv", "all", [parent, b"x" * 16])] == [True, False]
 
 
+def test_what_another_kvstore_has_deleted_is_taken_back_at_the_next_listing(open_objects: OpenStore) -> None:
+    first, second = open_objects(), open_objects(capacity=2000)
+    assert first.put([make(number) for number in range(3)]) == [True] * 3
+    first.take_events()
+    second.refresh()
+    second.put([make(9)])
+    left = {number for number in (0, 1, 2, 9) if get(second, number) is not None}
+    assert (len(left), 9 in left) == (2, True)
+    assert first.num_blocks == 3
+    first.refresh()
+    told = {type(event).__name__: set(event.hashes) for event in first.take_events()}
+    assert told["RemovedRun"] == {make(number)[0].block_hash for number in {0, 1, 2} - left}
+    assert told["StoredRun"] == {make(9)[0].block_hash}
+    assert (first.num_blocks, first.used_bytes) == (2, 2000)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("s3_server", ["rclone"], indirect=True)
 def test_a_listing_of_several_pages_is_read_to_its_end(open_objects: OpenStore) -> None:

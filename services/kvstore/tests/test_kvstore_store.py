@@ -244,6 +244,20 @@ def test_a_disk_that_refuses_leaves_earlier_blocks_whole(tmp_path):
     store.close()
 
 
+def test_the_half_of_a_record_that_a_killed_process_left_is_taken_off_the_disk(open_store):
+    store = open_store()
+    store.put([make(1), make(2)])
+    store.close()
+    path = segment_path(store._folder, 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 3])
+    store = open_store()
+    assert path.stat().st_size == len(whole)
+    assert store.counters["truncated_bytes"] == len(whole) // 3
+    assert store.put([make(3)]) == [True]
+    assert all(get(store, number) == make(number)[1].tobytes() for number in (1, 2, 3))
+
+
 def test_a_segment_that_cannot_be_opened_does_not_end_the_store(open_store):
     store = open_store()
     in_the_way = segment_path(store._folder, 2)
