@@ -144,9 +144,9 @@ def behind(spread: RunningCluster, line: Line, victim: str) -> AbstractAsyncCont
     return moved(spread, line, victim, line.inside(spread.cluster.record(victim).argv))
 
 
-def rank_behind(spread: RunningCluster, line: Line, victim: str) -> AbstractAsyncContextManager[None]:
+def rank_behind(spread: RunningCluster, line: Line, victim: str, *more: str) -> AbstractAsyncContextManager[None]:
     """A worker's rank alone is behind the line for the length of the block."""
     _, _, _, *flags = spread.cluster.record(victim).argv
     where = [victim.partition("-")[0], line.namespace, line.far]
-    argv = [sys.executable, str(APART), *where, *flags, f"--transfer-timeout-s={TRANSFER_TIMEOUT_S}"]
+    argv = [sys.executable, str(APART), *where, *flags, f"--transfer-timeout-s={TRANSFER_TIMEOUT_S}", *more]
     return moved(spread, line, victim, argv)

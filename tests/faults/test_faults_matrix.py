@@ -56,7 +56,15 @@ SHOWN_BY = {
     ],
     "rank killed": [KILLED_RANK, RANK_IDLE],
     "rank frozen": [FROZEN_RANK, RANK_IDLE],
-    "rank's line cut, its worker's not": [CUT_RANK],
+    "rank's line cut, its worker's not": [
+        CUT_RANK,
+        f"{FAULTS}network.py::test_only_the_first_requests_wait_for_a_rank_that_is_cut_off_alone",
+        f"{FAULTS}network.py::test_a_silence_ends_by_one_transfer_once_the_line_is_mended",
+    ],
+    "no pair of instances carries KV": [
+        "services/router/tests/test_router_pairs.py"
+        "::test_whatever_is_shut_every_request_is_placed_on_an_open_pair_or_on_none_and_the_last_is_not_shut_silently"
+    ],
     "rank fails again and again": [
         "libs/worker/tests/test_worker_domain.py::test_a_domain_that_fails_too_often_stays_down"
     ],

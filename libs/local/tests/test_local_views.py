@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tidemill.mesh.v1 import autoscaler_pb2, kvstore_pb2, router_pb2, worker_pb2
-from tidemill.mesh.v1.common_pb2 import TIER_L1, TIER_L2
+from tidemill.mesh.v1.common_pb2 import TIER_L1, TIER_L2, DomainRef
 from tidemill.mesh.v1.events_pb2 import LoadReport
 from tidemill.mesh.v1.membership_pb2 import MembershipRecord, Role
 from tidemill.v1 import inference_pb2
@@ -139,6 +139,12 @@ def test_a_worker_names_those_whose_bytes_arrive_damaged():
     text = shown(member("decode-1", Role.ROLE_DECODE, status), member("decode-2", Role.ROLE_DECODE))
     assert "ok, degraded: small_chunks, takes nothing from: p-1, p-2" in text
     assert text.count("takes nothing") == 1
+
+
+def test_a_worker_names_those_whose_bytes_do_not_arrive():
+    loads = [LoadReport(quarantined=["p-1"], silent=[DomainRef(instance="p-2", epoch=epoch)]) for epoch in "ab"]
+    text = shown(member("decode-1", Role.ROLE_DECODE, worker_pb2.GetWorkerStatusResponse(loads=loads)))
+    assert "ok, takes nothing from: p-1, gets nothing from: p-2" in text
 
 
 def test_only_the_leading_autoscaler_speaks():

@@ -1,4 +1,4 @@
-"""An emulated holder of blocks: the real wire and transfer agent, but one byte is flipped on the way."""
+"""An emulated holder of blocks: the real wire and transfer agent, but a byte is flipped on the way, or none is sent."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,6 +20,9 @@ class FlippingPeer(transfer_pb2_grpc.TransferServiceServicer):
     def __init__(self, agent: TransferAgent, block_bytes: int) -> None:
         self.fetches = 0
         self.pull_blocks = 0
+        self.flips = True
+        self.is_mute = False
+        """Announces what it does not send."""
         self._agent = agent
         self._block_bytes = block_bytes
 
@@ -60,7 +63,9 @@ class FlippingPeer(transfer_pb2_grpc.TransferServiceServicer):
 
     async def _send(self, address: str, piece: transfer_pb2.Piece, deadline_s: float) -> None:
         data = np.zeros(piece.size_bytes, np.uint8)
-        data[data.nbytes // 2] ^= 1
+        data[data.nbytes // 2] ^= self.flips
+        if self.is_mute:
+            await asyncio.sleep(deadline_s)
         await self._agent.send(address, piece.tag, data, deadline_s)
 
 

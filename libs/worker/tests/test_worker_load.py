@@ -10,6 +10,7 @@ from tidemill_mesh.metrics import Metrics
 from tidemill_worker.counts import WorkerCounts
 from tidemill_worker.load_reports import LoadReporter, is_large_change, slo_load
 from tidemill_worker.settings import WorkerSettings
+from tidemill_worker.tickets import DomainId
 
 SAMPLE = LoadSample(
     waiting_requests=0,
@@ -49,6 +50,7 @@ def test_a_report_tells_both_sides_and_their_targets_whatever_the_role() -> None
         draining=False,
         transfers=SimpleNamespace(measured=False),
         quarantine=SimpleNamespace(sources=lambda: ["p-1"]),
+        silent=SimpleNamespace(sources=lambda: [DomainId("p-2", "i", 0, "e")]),
         domain_ref=lambda domain: common_pb2.DomainRef(instance="d", domain=domain.index),
     )
     reporter = LoadReporter(worker, lambda *_: None)  # type: ignore[arg-type]
@@ -58,6 +60,7 @@ def test_a_report_tells_both_sides_and_their_targets_whatever_the_role() -> None
     assert (report.slo_ttft_s, report.slo_tpot_s, report.step_cost.base_s) == (4.0, 0.6, 0.01)
     assert list(report.degraded) == ["small_chunks"]
     assert list(report.quarantined) == ["p-1"]
+    assert list(report.silent) == [common_pb2.DomainRef(instance="p-2", incarnation="i", epoch="e")]
     metrics = Metrics("decode", "d")
     WorkerCounts(metrics).loads([report])
     shown = metrics.exposition().decode()

@@ -1,4 +1,4 @@
-"""Placement while no router answers: by membership, own streams, and pairs between which KV arrives damaged."""
+"""Placement while no router answers: by membership, own streams, and pairs between which no KV arrives, or damaged."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +9,8 @@ from tidemill.mesh.v1.common_pb2 import DomainRef, Target
 from tidemill.mesh.v1.events_pb2 import LoadReport
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL, DomainRecord, MembershipRecord, ModelRef
 from tidemill.mesh.v1.router_pb2 import PlaceDecodeRequest, PlacePrefillRequest
-from tidemill_gateway.flow.damaged_pairs import shunned_by
 from tidemill_gateway.flow.placement import Placer
+from tidemill_gateway.flow.shut_pairs import shunned_by
 from tidemill_mesh.load import LoadSample
 
 FRESH_S = 3.0
@@ -44,6 +44,10 @@ class Fleet:
     def report(self, name: str, quarantined: list[str]) -> None:
         self.samples[name, 0] = LoadSample(LoadReport(quarantined=quarantined), 0.0)
 
+    def report_silent(self, name: str, silent: list[str]) -> None:
+        refs = [DomainRef(instance=source, incarnation="i", epoch="e") for source in silent]
+        self.samples[name, 0] = LoadSample(LoadReport(silent=refs), 0.0)
+
     async def prefill(self) -> tuple[str, bool]:
         """Where a request starts, and whether it stays there."""
         response, bypassed = await self.placer.prefill(PlacePrefillRequest(model_revision="r"), 0.0, lambda: True)
@@ -62,6 +66,14 @@ async def test_kv_goes_where_it_arrives_whole() -> None:
     fleet.report("d-0", ["p-0"])
     assert (await fleet.decode("p-0"), await fleet.decode("p-1")) == ("d-1", "d-0")
     assert await fleet.prefill() == ("p-0", False), "another decode instance takes its KV"
+
+
+async def test_kv_goes_where_it_arrives_at_all() -> None:
+    fleet = Fleet()
+    fleet.report_silent("d-0", ["p-0"])
+    assert (await fleet.decode("p-0"), await fleet.decode("p-1")) == ("d-1", "d-0")
+    fleet.report_silent("d-1", ["p-0"])
+    assert await fleet.prefill() == ("p-1", False)
 
 
 async def test_a_prefill_instance_whose_kv_nobody_takes_gets_no_prompt() -> None:

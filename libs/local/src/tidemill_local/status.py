@@ -75,6 +75,8 @@ def state(member: Member) -> str:
         word += f", degraded: {', '.join(steps)}"
     if sources := quarantined(member):
         word += f", takes nothing from: {', '.join(sources)}"
+    if sources := silent(member):
+        word += f", gets nothing from: {', '.join(sources)}"
     return word
 
 
@@ -83,6 +85,13 @@ def quarantined(member: Member) -> list[str]:
     if member.record.role not in (Role.ROLE_PREFILL, Role.ROLE_DECODE) or member.status is None:
         return []
     return sorted({source for load in member.status.loads for source in load.quarantined})
+
+
+def silent(member: Member) -> list[str]:
+    """Instances whose bytes do not arrive at a worker."""
+    if member.record.role not in (Role.ROLE_PREFILL, Role.ROLE_DECODE) or member.status is None:
+        return []
+    return sorted({source.instance for load in member.status.loads for source in load.silent})
 
 
 def degraded(member: Member) -> list[str]:

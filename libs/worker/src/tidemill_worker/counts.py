@@ -24,6 +24,10 @@ class WorkerCounts:
             "damaged_transfers_total", "Transfers that came with other bytes than were sent."
         )
         self._quarantined = metrics.gauge("quarantined_sources", "Instances from which nothing should come for now.")
+        self._undelivered = metrics.counter(
+            "undelivered_transfers_total", "Hand-overs whose bytes did not arrive here in time."
+        )
+        self._silent = metrics.gauge("silent_sources", "Domains whose bytes do not arrive here, which are left alone.")
         self._restarts = metrics.counter("domain_failures_total", "Failures of cache domains.", ("domain",))
         self._events = metrics.counter("kv_event_batches_total", "KV event batches published.")
         self._l3 = metrics.counter("l3_blocks_total", "Blocks offloaded to and onboarded from kvstore.", ("outcome",))
@@ -102,6 +106,15 @@ class WorkerCounts:
     def quarantined(self, sources: int) -> None:
         """So many instances are in quarantine here now."""
         self._quarantined.set(sources)
+
+    def undelivered_transfer(self) -> None:
+        """Bytes of another instance did not arrive."""
+        self.totals["undelivered_transfers"] += 1
+        self._undelivered.inc()
+
+    def silent(self, sources: int) -> None:
+        """The bytes of so many domains do not arrive here now."""
+        self._silent.set(sources)
 
     def domain_failed(self, domain: int) -> None:
         """A cache domain failed."""

@@ -18,8 +18,11 @@ from tidemill_kvcache.kv_format import convertible, keeps_precision
 from tidemill_mesh.errors import MeshError, from_rpc_error
 from tidemill_transfer.checksum import agree
 from tidemill_worker.domain import Domain
+from tidemill_worker.hand_over_source import UNDELIVERED_FIELD
 from tidemill_worker.requests import LiveRequest
 from tidemill_worker.slabs import KVShape, layout_of, shape_of
+from tidemill_worker.ticket_offers import to_domain_id
+from tidemill_worker.transfers import NotArrived
 from tidemill_worker.translate import from_key, to_engine_error, to_state
 from tidemill_worker.worker import Worker
 
@@ -70,6 +73,13 @@ def _reason(error: Exception) -> MeshError:
     return MeshError(errors_pb2.ERROR_CODE_INTERNAL, f"{type(error).__name__}: {error}")
 
 
+def _is_undelivered(error: Exception) -> bool:
+    """Whether bytes did not arrive, as a rank of ours says, or the source of its own."""
+    if isinstance(error, ExceptionGroup):
+        return any(_is_undelivered(part) for part in error.exceptions)
+    return isinstance(error, NotArrived) or _reason(error).field == UNDELIVERED_FIELD
+
+
 async def _fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: messages.KVWanted) -> RequestState:
     assert live.source is not None, "a decode-stage request names its source"
     source = live.source.prefill
@@ -83,15 +93,24 @@ async def _fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: mess
         layout=layout_of(domain.ready, worker.settings.block_size),
         deadline_s=deadline_s,
     )
+    attempt = worker.silent.begins(to_domain_id(source.domain))
     stub = transfer_pb2_grpc.TransferServiceStub(worker.channels.get(source.endpoint))
     call = stub.Pull(request, timeout=max(0.01, deadline_s))
     try:
         async with asyncio.TaskGroup() as group:
             async for response in call:
                 pull.take(response, group)
+        state = pull.finish()
+        if pull.has_received:
+            worker.silent.arrived(attempt)
+        return state
+    except (MeshError, grpc.aio.AioRpcError, ExceptionGroup) as error:
+        if _is_undelivered(error):
+            worker.did_not_arrive(attempt)
+        raise
     finally:
+        worker.silent.ends(attempt)
         call.cancel()
-    return pull.finish()
 
 
 class DestPull:
@@ -109,6 +128,11 @@ class DestPull:
         self._checksums: dict[tuple[int, bool], list[int]] = {}
         self._next_block = wanted.have_blocks
         self._state: worker_pb2.RequestState | None = None
+
+    @property
+    def has_received(self) -> bool:
+        """Whether any bytes came: the domain may have had all of the KV."""
+        return any(self._received.values())
 
     def take(self, response: transfer_pb2.PullResponse, group: asyncio.TaskGroup) -> None:
         """One message of P's; receives start in the group."""

@@ -23,10 +23,14 @@ from tidemill_worker.domain import Domain
 from tidemill_worker.requests import LiveRequest
 from tidemill_worker.slabs import KVShape, SlabRange, layout_of, next_slab, shape_of
 from tidemill_worker.ticket_offers import to_domain_id
+from tidemill_worker.transfers import NotArrived
 from tidemill_worker.translate import from_state, to_key
 from tidemill_worker.worker import Worker
 
 log = structlog.get_logger()
+
+UNDELIVERED_FIELD = "slab"
+"""Field of the error of a Pull whose bytes the other side did not take."""
 
 
 async def serve_pull(worker: Worker, request: transfer_pb2.PullRequest) -> AsyncIterator[transfer_pb2.PullResponse]:
@@ -75,6 +79,8 @@ class StartedSlab:
 
     slab: transfer_pb2.Slab
     sends: "asyncio.Task[list[messages.TransferDone]]"
+    has_full_time: bool
+    """The longest time of a message, and not only what its request has left."""
 
 
 class SourcePull:
@@ -172,17 +178,18 @@ class SourcePull:
             with_sequence_state=found.with_sequence_state,
             pieces=pieces,
         )
-        sends = asyncio.create_task(self._send(slab), name=f"slab of {self._live.key.request_id}")
+        limit_s, left_s = self._worker.settings.transfer_timeout_s, self._remaining_s()
+        deadline_s = max(0.01, min(limit_s, left_s))
+        sends = asyncio.create_task(self._send(slab, deadline_s), name=f"slab of {self._live.key.request_id}")
         sends.add_done_callback(lambda _: self._live.changed.set())
-        self._in_flight.append(StartedSlab(slab, sends))
+        self._in_flight.append(StartedSlab(slab, sends, has_full_time=left_s >= limit_s))
         self.num_slabs += 1
         return slab
 
-    async def _send(self, slab: transfer_pb2.Slab) -> list[messages.TransferDone]:
+    async def _send(self, slab: transfer_pb2.Slab, deadline_s: float) -> list[messages.TransferDone]:
         progress = self._live.progress
         block_ids = progress.block_ids[slab.first_block : slab.first_block + slab.num_blocks]
         sequence_slot = progress.sequence_slot if slab.with_sequence_state else -1
-        deadline_s = max(0.01, min(self._worker.settings.transfer_timeout_s, self._remaining_s()))
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
@@ -216,7 +223,11 @@ class SourcePull:
         try:
             sent = started.sends.result()
         except ExceptionGroup as group:
-            raise MeshError(errors_pb2.ERROR_CODE_WORKER_LOST, f"sending KV failed: {group.exceptions[0]}") from group
+            error = group.exceptions[0]
+            # Of a send that was cut short by its request's own end nothing can be told.
+            undelivered = UNDELIVERED_FIELD if started.has_full_time and isinstance(error, NotArrived) else ""
+            text = f"sending KV failed: {error}"
+            raise MeshError(errors_pb2.ERROR_CODE_WORKER_LOST, text, field=undelivered) from group
         started.slab.checksums.extend(done.checksum for done in sent)
         return started.slab
 

@@ -9,6 +9,7 @@ from tidemill_kvcache.step_cost import StepCost
 from tidemill_kvcache.step_cost_message import to_message
 from tidemill_mesh.load import load_subject
 from tidemill_worker.domain import Domain
+from tidemill_worker.ticket_offers import from_domain_id
 from tidemill_worker.worker import Worker
 
 UNCHANGED_INTERVALS = 3
@@ -25,6 +26,7 @@ class LoadReporter:
         self._published: dict[int, LoadSample] = {}
         self._repeats: dict[int, int] = {}
         self._was_draining = False
+        self._had_shut_out: list[object] = []
         self._sequence = 0
 
     def sampled(self, domain: Domain, sample: LoadSample) -> None:
@@ -36,8 +38,9 @@ class LoadReporter:
 
     def publish_all(self) -> None:
         """Publishes the latest sample of each domain that is up; one that says nothing new only now and then."""
-        news = self._worker.draining != self._was_draining
-        self._was_draining = self._worker.draining
+        shut_out: list[object] = [*self._worker.quarantine.sources(), *self._worker.silent.sources()]
+        news = self._worker.draining != self._was_draining or shut_out != self._had_shut_out
+        self._was_draining, self._had_shut_out = self._worker.draining, shut_out
         for domain, sample in self.samples():
             repeats = self._repeats.get(domain.index, 0) + 1
             if news or sample is not self._published.get(domain.index) or repeats >= UNCHANGED_INTERVALS:
@@ -100,6 +103,7 @@ class LoadReporter:
             slo_tpot_s=worker.settings.slo_tpot_s,
             context_tokens=sample.context_tokens,
             quarantined=worker.quarantine.sources(),
+            silent=[from_domain_id(source) for source in worker.silent.sources()],
             step_cost=to_message(StepCost(*sample.step_cost)) if sample.step_cost else None,
         )
 

@@ -76,6 +76,10 @@ class WorkerSettings(ServiceSettings):
     """Window of quarantine_hits; also how long after a quarantine one more damaged transfer begins the next."""
     quarantine_s: float = setting(300.0, minimum=1.0)
     """Length of a quarantine."""
+    silent_misses: int = setting(2, minimum=1)
+    """Transfers in a row that do not arrive from one rank's domain after which routers place nothing on that pair."""
+    silent_s: float = setting(60.0, minimum=1.0)
+    """How long that lasts until one transfer is tried, which ends it or begins it anew."""
     slab_bytes: int = setting(4 << 20, minimum=1)
     """Aimed size of one KV message; at least one block."""
     slabs_in_flight: int = setting(3, minimum=1, maximum=64)

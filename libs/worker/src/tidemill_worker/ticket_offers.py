@@ -32,3 +32,10 @@ def ticket_for(worker: Worker, live: LiveRequest, target: common_pb2.DomainRef, 
 def to_domain_id(ref: common_pb2.DomainRef) -> DomainId:
     """A DomainRef as a plain value."""
     return DomainId(ref.instance, ref.incarnation, ref.domain, ref.epoch)
+
+
+def from_domain_id(domain: DomainId) -> common_pb2.DomainRef:
+    """The same as it travels."""
+    return common_pb2.DomainRef(
+        instance=domain.instance, incarnation=domain.incarnation, domain=domain.domain, epoch=domain.epoch
+    )

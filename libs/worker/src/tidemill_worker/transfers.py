@@ -16,10 +16,16 @@ from tidemill_worker.domain import Domain
 ANSWER_GRACE_S = 2.0
 RATE_WEIGHT = 0.2
 MIN_MEASURED_BYTES = 64 * 1024
+UNDELIVERED = frozenset({errors_pb2.ERROR_CODE_DEADLINE_EXCEEDED, errors_pb2.ERROR_CODE_WORKER_LOST})
+"""What a rank says of a transfer whose other end was silent, or was lost."""
 
 
 class RankTransferError(MeshError):
     """A piece did not arrive, or could not be sent."""
+
+
+class NotArrived(RankTransferError):
+    """The other rank did not take or send the bytes in time, or its line broke; this one is well."""
 
 
 @dataclass
@@ -136,4 +142,5 @@ def _failure(error: messages.EngineError) -> RankTransferError:
     codes = errors_pb2.ErrorCode
     name = f"ERROR_CODE_{error.code}"
     code = codes.Value(name) if name in codes.keys() else errors_pb2.ERROR_CODE_WORKER_LOST  # noqa: SIM118
-    return RankTransferError(code, error.message, field=error.field, limit=error.limit)
+    kind = NotArrived if code in UNDELIVERED else RankTransferError
+    return kind(code, error.message, field=error.field, limit=error.limit)

@@ -17,6 +17,7 @@ from tidemill_worker.quarantine import Quarantine
 from tidemill_worker.requests import LiveRequest, RequestTable
 from tidemill_worker.sessions import GatewaySession
 from tidemill_worker.settings import WorkerSettings
+from tidemill_worker.silent_sources import Attempt, SilentSources
 from tidemill_worker.source_plan import Rates
 from tidemill_worker.tickets import DomainId, TicketBook
 from tidemill_worker.transfers import RankTransfers
@@ -52,12 +53,14 @@ class Worker:
     sessions: set[GatewaySession] = field(default_factory=set)
     table: RequestTable = field(default_factory=RequestTable)
     quarantine: Quarantine = field(init=False)
+    silent: SilentSources = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.quarantine = Quarantine(
             settings.quarantine_hits, settings.quarantine_window_s, settings.quarantine_s, self.clock
         )
+        self.silent = SilentSources(settings.silent_misses, settings.silent_s, settings.quarantine_window_s, self.clock)
 
     def arrived_damaged(self, source: str) -> MeshError:
         """Counts a transfer whose bytes are not the ones that an instance sent; the error of whoever asked for it."""
@@ -65,6 +68,12 @@ class Worker:
         begins = self.quarantine.damaged(source)
         log.error("a transfer arrived damaged", source=source, quarantine_begins=begins)
         return MeshError(errors_pb2.ERROR_CODE_WORKER_LOST, "the bytes received are not the bytes sent")
+
+    def did_not_arrive(self, attempt: Attempt) -> None:
+        """Counts a transfer whose bytes did not come, though both ends could say so."""
+        self.counts.undelivered_transfer()
+        begins = self.silent.missed(attempt)
+        log.warning("a transfer did not arrive", source=attempt.source.instance, silence_begins=begins)
 
     def domain_id(self, domain: Domain) -> DomainId:
         """The domain's present run."""

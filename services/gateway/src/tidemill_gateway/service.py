@@ -16,13 +16,13 @@ from tidemill_gateway.admission import Admission, AdmissionLimits
 from tidemill_gateway.auth import KeyFileError, Keys, load_keys
 from tidemill_gateway.bodies import Bodies
 from tidemill_gateway.bounded_reads import BoundedReads
-from tidemill_gateway.flow.damaged_pairs import shunned_by
 from tidemill_gateway.flow.effects import Bounds
 from tidemill_gateway.flow.generation import Mesh
 from tidemill_gateway.flow.placement import Placer
 from tidemill_gateway.flow.reservations import Reservations
 from tidemill_gateway.flow.router_client import RouterClient
 from tidemill_gateway.flow.router_reports import RouterReports
+from tidemill_gateway.flow.shut_pairs import shunned_by
 from tidemill_gateway.flow.worker_links import WorkerLinks
 from tidemill_gateway.gateway import Gateway
 from tidemill_gateway.http.app import ApiApp

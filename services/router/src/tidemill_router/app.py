@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidemill.mesh.v1.common_pb2 import DomainRef, InstanceRef
 from tidemill.mesh.v1.events_pb2 import LoadReport
@@ -19,8 +19,11 @@ from tidemill_router.candidate import Costs
 from tidemill_router.cards import Cards
 from tidemill_router.fences import Fences
 from tidemill_router.kv_feed import KvFeed
-from tidemill_router.local_prefill import NAME, LocalPrefill
+from tidemill_router.local_prefill import NAME as LOCAL_PREFILL
+from tidemill_router.local_prefill import LocalPrefill
 from tidemill_router.metrics import RouterMetrics
+from tidemill_router.no_hand_overs import NAME as NO_HAND_OVERS
+from tidemill_router.no_hand_overs import NoHandOvers
 from tidemill_router.replica_link import ReplicaLink, reservation_subject
 from tidemill_router.replica_log import ReplicaLog
 from tidemill_router.replicas import Replicas
@@ -58,6 +61,7 @@ class RouterParts:
     router: Router
     metrics: RouterMetrics
     clock: Callable[[], float]
+    no_hand_overs: NoHandOvers = field(default_factory=NoHandOvers)
 
     def on_record(self, old: MembershipRecord | None, new: MembershipRecord | None) -> None:
         """An instance came, changed or left."""
@@ -88,7 +92,10 @@ class RouterParts:
         while True:
             self.reservations.expire()
             self.router.local_prefill.observe(self.view)
-            self.metrics.degraded.labels(step=NAME).set(self.router.local_prefill.num_on)
+            self.metrics.degraded.labels(step=LOCAL_PREFILL).set(self.router.local_prefill.num_on)
+            self.no_hand_overs.observe(self.view)
+            self.metrics.degraded.labels(step=NO_HAND_OVERS).set(self.no_hand_overs.num_on)
+            self.metrics.quarantined_pairs.set(self.view.num_quarantined_pairs)
             self.metrics.collect(
                 self.index,
                 self.tracker,

@@ -31,6 +31,7 @@ class RouterMetrics:
             "ttft_prediction_error_seconds", "Absolute difference of predicted and measured prefill seconds."
         )
         self.fenced = metrics.gauge("fenced_instances", "Incarnations that placements avoid.")
+        self.quarantined_pairs = metrics.gauge("quarantined_pairs", "Pairs of instances that KV does not take now.")
         self.degraded = metrics.gauge("degraded", "Models for which a step of degraded service is on.", ("step",))
         self.reservations = metrics.gauge("reservations", "Live reservations.", ("kind",))
         self.index_blocks = metrics.gauge("index_blocks", "Entries of the block index.")

@@ -102,7 +102,7 @@ class Router:
         chosen = place_prefill(prefills, request.prompt_tokens, facts, warmth, self.costs, self.rng)
         refusals.check_queue(chosen.queue_s, self.max_queue_s)
         made = self._reserve_prefill(PREFILL, request, hashes, chosen)
-        willing = takers(decodes, chosen.candidate.domain.instance)
+        willing = takers(decodes, chosen.candidate.domain)
         likely = place_decode(willing, need, facts, depths, self.costs, self.rng)
         self.reservations.claim_decode(made, likely.candidate.domain, need.blocks(facts, self.costs))
         response = self._prefill_response(made, chosen, whole=False)
@@ -126,9 +126,9 @@ class Router:
         need = DecodeNeed(request.context_tokens, request.max_tokens)
         # The state comes with the hand-over: every block that is there need not be sent.
         depths = self._look_up(hashes, facts, request.context_tokens).depths
-        willing = takers(decodes, request.prefill.domain.instance)
+        willing = takers(decodes, request.prefill.domain)
         if willing or request.needs_room:
-            # Else the KV is there and its checksum will tell: it is worth one more try.
+            # Else the KV is there and a transfer will tell: it is worth one more try.
             decodes = willing
         if request.needs_room:
             decodes = with_room(decodes, need, facts, depths, self.costs)

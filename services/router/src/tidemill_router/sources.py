@@ -43,6 +43,6 @@ class Sources:
 def _may_send(other: Candidate, candidate: Candidate) -> bool:
     return (
         other.key != candidate.key
-        and takes_from(candidate, other.domain.instance)
+        and takes_from(candidate, other.domain)
         and loads_from_peer(other.kv_format, candidate.kv_format)
     )

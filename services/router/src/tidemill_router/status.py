@@ -36,6 +36,7 @@ def router_status(parts: RouterParts, me: InstanceRef) -> GetRouterStatusRespons
             "fenced_instances": len(parts.fences),
             "quarantined_pairs": parts.view.num_quarantined_pairs,
             "degraded_local_prefill": parts.router.local_prefill.num_on,
+            "degraded_no_hand_overs": parts.no_hand_overs.num_on,
         },
         index_blocks=index.num_blocks,
         index_bytes=index.bytes_used,

@@ -109,7 +109,7 @@ class MeshView:
     def num_quarantined_pairs(self) -> int:
         """Pairs of instances across which nothing is placed, as their takers report."""
         reports = [(record.instance, self.domain_of(record, d)[1]) for record in self.workers() for d in record.domains]
-        return len({(name, source) for name, report in reports if report for source in report.quarantined})
+        return len({(name, source) for name, report in reports if report for source in shut_out(report)})
 
     def reported_at(self, holder: Holder) -> float:
         """When the latest load report of a target arrived; minus infinity without one."""
@@ -166,3 +166,8 @@ class MeshView:
             kv_format=kv_format,
             tells_snapshots=record.tells_snapshots,
         )
+
+
+def shut_out(report: LoadReport) -> set[str]:
+    """Instances from which nothing should come to the sender."""
+    return {*report.quarantined, *(source.instance for source in report.silent)}

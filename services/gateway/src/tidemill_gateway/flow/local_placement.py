@@ -1,4 +1,4 @@
-"""Placement without the router: by the membership, this gateway's own streams, and pairs that damage KV."""
+"""Placement without the router: by the membership, this gateway's own streams, and pairs that carry no KV."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -10,7 +10,7 @@ from tidemill_gateway.models.fleet import serving
 LegCount = Callable[[str, str, int], int | None]
 """(instance, incarnation, domain) -> stages that run there; None: its stream is down."""
 Shunned = Callable[[str], Collection[str]]
-"""Decode instance -> instances whose KV arrives damaged there, as it reports."""
+"""Decode instance -> instances whose KV does not arrive there, or damaged, as it reports."""
 
 
 def pick_target(

@@ -1,4 +1,4 @@
-"""Pairs of instances between which KV arrives damaged, as those who take it report: for placements without a router."""
+"""Pairs of instances between which no KV arrives, or damaged, as those who take it report: for lack of a router."""
 
 from tidemill_gateway.flow.local_placement import Shunned
 from tidemill_mesh.load import LoadView
@@ -9,6 +9,7 @@ def shunned_by(loads: LoadView, fresh_s: float) -> Shunned:
 
     def shunned(taker: str) -> set[str]:
         fresh = [s.report for key, s in loads.samples.items() if key[0] == taker and loads.age_s(*key) <= fresh_s]
-        return {source for report in fresh for source in report.quarantined}
+        damaged = {source for report in fresh for source in report.quarantined}
+        return damaged.union(source.instance for report in fresh for source in report.silent)
 
     return shunned
