@@ -1,6 +1,7 @@
 """Tenants' limits over two gateways, and their weights in the order in which a prefill engine computes prompts."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,7 +20,15 @@ pytestmark = pytest.mark.full
 PROMPTS = 40
 PROMPT_TOKENS = 700
 WEIGHTS = {"gold": 4.0, "base": 1.0}
-LIMITS = {"metered": "tokens_per_minute = 60", "single": "concurrent_requests = 1"}
+METERED = "tokens_per_minute = 60"
+REQUESTS_PER_MINUTE = 6
+LIMITS = {
+    "metered": METERED,
+    "early": METERED,
+    "indebted": METERED,
+    "single": "concurrent_requests = 1",
+    "paced": f"requests_per_minute = {REQUESTS_PER_MINUTE}",
+}
 PREFILL = {"max_num_batched_tokens": 256, "max_num_seqs": 4, "tenant_burst_s": 0.02}
 PATIENCE_S = 180.0
 DEBT_S = 120.0
@@ -90,21 +99,66 @@ async def test_a_request_at_one_gateway_keeps_out_another_at_the_other_while_it_
 
 async def test_tokens_used_at_one_gateway_are_missing_at_the_other(mesh: RunningCluster) -> None:
     small, large = prompts_of("small", 1, 1)[0], prompts_of("large", 1, PROMPT_TOKENS)[0]
-    # A gateway's first word is what others count from: it has been heard.
-    await refused_for_the_other(mesh)
     async with AsyncExitStack() as stack:
         clients = [client_of(mesh, "metered", gateway) for gateway in ("gateway-1", "gateway-2")]
         one, two = [await stack.enter_async_context(client) for client in clients]
         other = await stack.enter_async_context(client_of(mesh, "gold", "gateway-2"))
         # Ten times the budget of a minute: nobody knows what a request will have used when it begins.
         assert await ask(mesh, one, large, 1) is None
-        async with asyncio.timeout(PATIENCE_S):
-            # Until it has heard of it, its own small requests may be too many, which is forgiven long before.
-            while (refused := await ask(mesh, two, small, 1)) is None or refused.retry_after_s < DEBT_S:
-                await asyncio.sleep(0.05)
-        assert refused.limit == "60 tokens a minute"
+        # Until it has heard of it, its own small requests may be too many, which is forgiven long before.
+        assert (await until_indebted(mesh, two)).limit == "60 tokens a minute"
         assert await ask(mesh, one, small, 1) is not None
         assert await ask(mesh, other, small, 1) is None, "others are not concerned"
+    await mesh.holds_are_zero()
+
+
+async def until_indebted(mesh: RunningCluster, client: Client) -> TidemillError:
+    """Waits until a gateway refuses small requests for what only another one has seen; returns its refusal."""
+    [small] = prompts_of("small", 1, 1)
+    async with asyncio.timeout(PATIENCE_S):
+        while (refused := await ask(mesh, client, small, 1)) is None or refused.retry_after_s < DEBT_S:
+            await asyncio.sleep(0.05)
+    return refused
+
+
+async def test_tokens_used_in_a_gateways_first_moments_are_missing_at_the_other(mesh: RunningCluster) -> None:
+    [large] = prompts_of("large", 1, PROMPT_TOKENS)
+    await asyncio.to_thread(mesh.replace, "gateway-2")
+    async with client_of(mesh, "early") as one, client_of(mesh, "early", "gateway-2") as new:
+        assert await ask(mesh, new, large, 1) is None
+        await until_indebted(mesh, one)
+    await mesh.holds_are_zero()
+
+
+async def test_tokens_used_before_a_gateway_began_are_missing_at_it(mesh: RunningCluster) -> None:
+    [large] = prompts_of("large", 1, PROMPT_TOKENS)
+    async with client_of(mesh, "indebted") as one:
+        assert await ask(mesh, one, large, 1) is None
+    await asyncio.to_thread(mesh.replace, "gateway-2")
+    async with client_of(mesh, "indebted", "gateway-2") as new:
+        await until_indebted(mesh, new)
+    await mesh.holds_are_zero()
+
+
+async def until_refused(mesh: RunningCluster, tenant: str, gateway: str) -> int:
+    """How many requests of a tenant a gateway serves before it refuses one."""
+    [prompt], served = prompts_of("paced", 1, 1), 0
+    async with client_of(mesh, tenant, gateway) as client, asyncio.timeout(PATIENCE_S):
+        while (refused := await ask(mesh, client, prompt, 1)) is None:
+            served += 1
+    assert refused.limit == f"{REQUESTS_PER_MINUTE} requests a minute"
+    return served
+
+
+async def test_requests_served_at_one_gateway_are_missing_at_the_other(mesh: RunningCluster) -> None:
+    began_s = time.monotonic()
+    served = await until_refused(mesh, "paced", "gateway-1")
+    assert served >= REQUESTS_PER_MINUTE
+    # Words come in their order: with this one the other gateway has heard of all that.
+    await refused_for_the_other(mesh)
+    served += await until_refused(mesh, "paced", "gateway-2")
+    # Two gateways that did not hear each other would serve as many again.
+    assert served <= REQUESTS_PER_MINUTE * (1 + (time.monotonic() - began_s) / 60)
     await mesh.holds_are_zero()
 
 

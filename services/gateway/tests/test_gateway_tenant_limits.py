@@ -10,6 +10,7 @@ from gateway_emulated import TEXT, canned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.mesh.v1.events_pb2 import TenantCount, TenantUse
 from tidemill.mesh.v1.membership_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.tenants.budgets import Budgets
@@ -41,7 +42,7 @@ def exchange(*gateways: Budgets) -> None:
     for i, sender in enumerate(gateways):
         for j, receiver in enumerate(gateways):
             if i != j:
-                receiver.hear((f"g{i}", "one"), sender.counts())
+                receiver.hear((f"g{i}", "one"), sender.report())
 
 
 def test_requests_at_once_are_bounded_and_the_wait_is_what_requests_take():
@@ -94,6 +95,58 @@ def test_what_is_used_at_one_gateway_counts_at_the_other():
             assert refusal(one) is not None
     exchange(one, two)
     assert refusal(two) is None
+
+
+def test_what_a_new_gateway_used_before_its_first_word_counts_at_older_ones():
+    clock = Clock()
+    old = budgets(clock, requests_per_minute=6)
+    clock.now += 30.0
+    new = budgets(clock, requests_per_minute=6)
+    for _ in range(5):
+        assert refusal(new) is None
+    exchange(old, new)
+    assert refusal(old) is None
+    assert refusal(old).limit == "6 requests a minute"
+
+
+def test_a_new_gateway_takes_over_what_is_left_of_the_limits():
+    clock = Clock()
+    old = budgets(clock, requests_per_minute=6, tokens_per_minute=60)
+    with old.admitted("acme") as charge:
+        charge.tokens(600)
+    clock.now += 1.0
+    new = budgets(clock, requests_per_minute=6, tokens_per_minute=60)
+    exchange(old, new)
+    assert refusal(new).retry_after_s == pytest.approx(refusal(old).retry_after_s)
+
+
+def test_no_word_counts_twice_whatever_became_of_the_gateway_meanwhile():
+    clock = Clock()
+    one, two = budgets(clock, requests_per_minute=6), budgets(clock, requests_per_minute=6)
+    for _ in range(4):
+        assert refusal(two) is None
+    one.hear(("two", "first"), two.report())
+    one.forget(9.0, [])
+    one.hear(("two", "another"), two.report())
+    # Beside its successor of the same name, while it drains.
+    clock.now += 0.1
+    successor = budgets(clock, requests_per_minute=6)
+    for _ in range(3):
+        one.hear(("two", "successor"), successor.report())
+        one.hear(("two", "another"), two.report())
+    assert refusal(one) is None
+    assert refusal(one) is None
+    assert refusal(one) is not None
+
+
+def test_the_last_release_is_understood_as_before():
+    clock = Clock()
+    one = budgets(clock, requests_per_minute=6)
+    for requests in (1000, 1000, 1005):
+        count = TenantCount(tenant="acme", requests=requests)
+        one.hear(("old", "i"), TenantUse(tenants=[count]))
+    assert refusal(one) is None
+    assert refusal(one) is not None
 
 
 def test_a_gateway_that_left_or_is_silent_holds_nothing():

@@ -22,6 +22,10 @@ class Bucket:
         """Uses some."""
         self._level -= amount
 
+    def at_most(self, level: float) -> None:
+        """Somebody who has counted for longer knows that no more is left."""
+        self._level = min(self._level, level)
+
     def wait_s(self, needed: float, share: float = 1.0) -> float:
         """Seconds until so much is there, when nothing else is used."""
         return max(0.0, needed - self._level) * MINUTE_S / (self.per_minute * share)

@@ -3,14 +3,18 @@
 Every gateway counts the use of all: it takes what the others report out of its own buckets. So a tenant may use one
 gateway or all of them and has the same limits, and what is used too much in between is bounded by the age of reports.
 While reports do not travel, each gateway keeps to its share: the limit divided by the number of gateways.
+
+Counts only grow, so that a lost report loses nothing. A gateway's first one counts in full for those that are older.
+One that is younger does not know when that was used, and takes over what is left of the limits instead.
 """
 
 import math
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tidemill.mesh.v1.events_pb2 import TenantCount
+from tidemill.mesh.v1.events_pb2 import TenantCount, TenantUse
 from tidemill.v1 import errors_pb2
 from tidemill_gateway.tenants.bucket import Bucket
 from tidemill_gateway.tenants.limits import LimitTable, TenantLimits
@@ -19,6 +23,8 @@ from tidemill_mesh.errors import MeshError
 SMOOTHING = 0.2
 FIRST_GUESS_S = 1.0
 MAX_RETRY_S = 300.0
+MOST_REMEMBERED = 1024
+"""Other gateways, also of those that are gone: one that comes back must not count anew."""
 
 Incarnation = tuple[str, str]
 
@@ -68,6 +74,10 @@ class Budgets:
         self._share = share
         self._uses: dict[str, _Use] = {}
         self._others: dict[Incarnation, _Other] = {}
+        self._counts_id = secrets.token_hex(8)
+        self._since = clock()
+        self._known: dict[str, dict[str, TenantCount]] = {}
+        """What each gateway has said so far, by the name of its counts; the one heard last comes last."""
 
     def weight(self, tenant: str) -> float:
         """The tenant's share relative to others'."""
@@ -94,25 +104,52 @@ class Budgets:
 
     # --- sharing -----------------------------------------------------------------------------------------------------
 
+    def report(self) -> TenantUse:
+        """What other gateways have to know, less who we are."""
+        now, share = self._clock(), self._share()
+        use = TenantUse(tenants=self.counts(), counts_id=self._counts_id, counting_s=now - self._since)
+        for count in use.tenants:
+            mine = self._uses[count.tenant]
+            if mine.limits.requests_per_minute:
+                count.requests_left = mine.requests_left.level(now, share)
+            if mine.limits.tokens_per_minute:
+                count.tokens_left = mine.tokens_left.level(now, share)
+        return use
+
     def counts(self) -> list[TenantCount]:
-        """What other gateways have to know."""
+        """What has been used here."""
         return [
             TenantCount(tenant=name, live_requests=use.live, requests=use.requests, tokens=use.tokens)
             for name, use in self._uses.items()
         ]
 
-    def hear(self, gateway: Incarnation, counts: Iterable[TenantCount]) -> None:
+    def hear(self, gateway: Incarnation, said: TenantUse) -> None:
         """Takes what was used elsewhere since that gateway's last word out of our buckets."""
-        known = self._others.get(gateway)
-        other = self._others[gateway] = _Other(self._clock())
-        for count in counts:
-            other.counts[count.tenant] = count
+        now = self._clock()
+        # The last release does not name its counts.
+        name = said.counts_id or "/".join(gateway)
+        known = self._known.pop(name, None)
+        if known is None and said.counts_id and said.counting_s <= now - self._since:
+            known = {}
+        for count in said.tenants:
             limits = self._table.of(count.tenant)
-            before = known.counts.get(count.tenant, TenantCount()) if known is not None else count
-            if limits.any:
-                use = self._use(count.tenant, limits)
-                use.requests_left.take(max(0, count.requests - before.requests))
-                use.tokens_left.take(max(0, count.tokens - before.tokens))
+            if not limits.any:
+                continue
+            use = self._use(count.tenant, limits)
+            if known is None:
+                if count.HasField("requests_left"):
+                    use.requests_left.at_most(count.requests_left)
+                if count.HasField("tokens_left"):
+                    use.tokens_left.at_most(count.tokens_left)
+                continue
+            before = known.get(count.tenant, TenantCount())
+            use.requests_left.take(max(0, count.requests - before.requests))
+            use.tokens_left.take(max(0, count.tokens - before.tokens))
+        counts = {count.tenant: count for count in said.tenants}
+        self._others[gateway] = _Other(now, counts)
+        self._known[name] = counts
+        if len(self._known) > MOST_REMEMBERED:
+            del self._known[next(iter(self._known))]
 
     def forget(self, silent_s: float, members: Iterable[Incarnation]) -> None:
         """Drops what gateways held that have left, or say nothing any more."""

@@ -32,7 +32,7 @@ def gateway_share(instances: InstanceView, bus: Bus) -> float:
 
 
 class UseSharing:
-    """Reports when something has changed, and each liveness_s."""
+    """Reports when something has changed, when gateways have come or gone, and each liveness_s."""
 
     def __init__(
         self,
@@ -54,18 +54,20 @@ class UseSharing:
         """Reports until cancelled."""
         subscription = await self._bus.subscribe(use_subject(self._mesh), self._on_message)
         said: list[object] = []
+        told: list[tuple[str, str]] = []
         quiet_s = 0.0
         try:
             while True:
                 await asyncio.sleep(INTERVAL_S)
                 quiet_s += INTERVAL_S
                 counts = self._budgets.counts()
-                if counts != said or quiet_s >= self._liveness_s:
-                    said, quiet_s = list(counts), 0.0
+                members = [(r.instance, r.incarnation) for r in self._instances.records.values()]
+                if counts != said or members != told or quiet_s >= self._liveness_s:
+                    said, told, quiet_s = list(counts), members, 0.0
                     me = self._gateway()
-                    message = TenantUse(gateway=me, tenants=counts)
+                    message = self._budgets.report()
+                    message.gateway.CopyFrom(me)
                     self._bus.publish(use_subject(self._mesh, me.instance), message.SerializeToString())
-                    members = [(r.instance, r.incarnation) for r in self._instances.records.values()]
                     self._budgets.forget(SILENT_LIVENESS * self._liveness_s, members)
         finally:
             await subscription.unsubscribe()
@@ -78,4 +80,4 @@ class UseSharing:
             return
         sender, me = use.gateway, self._gateway()
         if sender.instance != me.instance:
-            self._budgets.hear((sender.instance, sender.incarnation), use.tenants)
+            self._budgets.hear((sender.instance, sender.incarnation), use)
