@@ -9,7 +9,7 @@ import torch
 from tidemill_engine.attention.base import ForwardBatch
 from tidemill_engine.model_runner import ModelRunner
 from tidemill_engine.sampling_params import SamplingParams
-from tidemill_engine.step import NewRequest, SampledRow, ScheduledRow, SchedulerOutput
+from tidemill_engine.step import NewRequest, SampledRow, ScheduledRow, SchedulerOutput, SnapshotCopy
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 
@@ -51,7 +51,12 @@ class Driver:
             )
         )
 
-    def step(self, parts: dict[int, int]) -> dict[int, SampledRow]:
+    def enter(self) -> None:
+        """Lets the runner know of the requests, and computes nothing."""
+        self.runner.execute(SchedulerOutput(step=0, new_requests=self._new))
+        self._new = []
+
+    def step(self, parts: dict[int, int], copies: Sequence[SnapshotCopy] = ()) -> dict[int, SampledRow]:
         """Computes so many tokens of each row, decode rows first; returns what was sampled."""
         rows = []
         for row, count in sorted(parts.items(), key=lambda item: item[1] != 1):
@@ -60,7 +65,9 @@ class Driver:
             self.blocks[row] += added
             rows.append(ScheduledRow(row, start, count, added, end == len(self.tokens[row])))
             self.computed[row] = end
-        result = self.runner.execute(SchedulerOutput(step=1, new_requests=self._new, rows=rows))
+        result = self.runner.execute(
+            SchedulerOutput(step=1, new_requests=self._new, rows=rows, snapshot_copies=list(copies))
+        )
         self._new = []
         for sampled in result.sampled:
             self.tokens[sampled.row] += sampled.token_ids
@@ -91,8 +98,7 @@ def all_logits(driver: Driver, token_ids: list[int], chunk: int = 1 << 20) -> to
     """[tokens, vocab] of a prompt computed in chunks on the driver's device; uses row 0."""
     runner = driver.runner
     driver.add(0, token_ids)
-    runner.execute(SchedulerOutput(step=0, new_requests=driver._new))
-    driver._new = []
+    driver.enter()
     parts = []
     for start in range(0, len(token_ids), chunk):
         scheduled = [ScheduledRow(0, start, min(chunk, len(token_ids) - start), [], False)]

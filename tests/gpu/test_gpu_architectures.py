@@ -25,10 +25,12 @@ from tidemill_engine.cuda.reference_runner import ReferenceRunner
 from tidemill_engine.cuda.requirements import CudaUnavailable
 from tidemill_engine.cuda.runner import CudaModelRunner
 from tidemill_engine.kv_pool import KVPool
+from tidemill_engine.loading.tiny import make_tiny
 from tidemill_engine.model_runner import ModelRunner
 from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.runners import start_runner
 from tidemill_engine.settings import EngineSettings
+from tidemill_engine.step import SnapshotCopy
 
 _GROUPED = {"hidden_size": 128, "head_dim": 128}
 _LATENT = {
@@ -40,16 +42,18 @@ _LATENT = {
     "v_head_dim": 32,
 }
 _INDEXED = _LATENT | {"index_head_dim": 32}
+_STREAMED = {"hidden_size": 128, "head_dim": 64, "partial_rotary_factor": 0.25, "index_head_dim": 32}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _GROUPED,
     "mixtral": _GROUPED,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
+    "deepseek_v4": _STREAMED,
 }
 """Sizes that the kernels take."""
-TOP_K = 24
-"""Rows that the indexers choose."""
+NUM_UNCHOSEN = {"deepseek_v32": 24, "glm_moe_dsa": 24, "deepseek_v4": 24}
+"""Tokens that see no more rows than their indexers choose."""
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 MEDIAN_BOUND = 0.03
 INDEXED_BOUND = 0.12
@@ -117,7 +121,7 @@ def fresh(driver: Driver) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "deepseek_v4"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_plain_torch_on_the_device_gives_the_cpus_logits(checkpoint: MakeCheckpoint, name: str) -> None:
     tokens = prompt(100, seed=3, vocab=256)
     expected = all_logits(cpu_driver(checkpoint(name)), tokens)
@@ -128,11 +132,14 @@ def test_plain_torch_on_the_device_gives_the_cpus_logits(checkpoint: MakeCheckpo
         fresh(driver)
 
 
-def test_the_model_without_kernels_takes_plain_torch_and_says_so(checkpoint: MakeCheckpoint) -> None:
-    fields = settings(checkpoint("deepseek_v4"), device="cuda")
-    runner = start_runner(fields, TensorParallel())
+def test_windows_of_several_heads_take_plain_torch_and_say_so(tmp_path: Path) -> None:
+    runner = start_runner(settings(make_tiny("toy", tmp_path / "toy"), device="cuda"), TensorParallel())
     assert runner.backend == "cuda/torch-reference/fp32"
     runner.warm_up()
+
+
+def test_plain_torch_decodes_the_cpus_tokens(checkpoint: MakeCheckpoint) -> None:
+    runner = ReferenceRunner(settings(checkpoint("deepseek_v4"), device="cuda"), TensorParallel())
     drivers = [Driver(runner), cpu_driver(checkpoint("deepseek_v4"))]
     for driver in drivers:
         for row, length in ((0, 9), (1, 40), (2, 75)):
@@ -149,7 +156,7 @@ def test_kernels_give_the_cpus_logits_within_bf16_however_the_prompt_is_cut(
     tokens = prompt(160, seed=3, vocab=256)
     expected = all_logits(cpu_driver(checkpoint(name)), tokens)
     driver = cuda_driver(checkpoint(name))
-    num_unchosen = TOP_K if SHAPES[name] is _INDEXED else len(tokens)
+    num_unchosen = NUM_UNCHOSEN.get(name, len(tokens))
     for chunk in (1000, 37, 16):
         check_near(all_logits(driver, tokens, chunk), expected, num_unchosen)
         fresh(driver)
@@ -182,7 +189,7 @@ def test_decoded_tokens_are_the_cpus_choice_up_to_bf16(checkpoint: MakeCheckpoin
         behind.append((logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]) / spread)
     # In units of the logits' spread: rounding moves few tokens, and those not far.
     parted = torch.cat(behind)
-    least = 0.8 if SHAPES[name] is _INDEXED else 0.9
+    least = 0.8 if name in NUM_UNCHOSEN else 0.9
     assert float((parted < 0.1).float().mean()) > least, parted.sort().values[-20:]
 
 
@@ -226,15 +233,69 @@ def test_transferred_blocks_go_on_with_the_same_tokens(checkpoint: MakeCheckpoin
     assert source.generate([0], 10) == target.generate([0], 10)
 
 
-def test_expert_formats_stay_near_bfloat16(checkpoint: MakeCheckpoint) -> None:
+def near(logits: torch.Tensor, made: list[list[int]], first: int) -> float:
+    """Median distance, in spreads of the logits, of tokens from the choice of those who saw the same."""
+    behind = []
+    for tokens in made:
+        same = next((i for i, (a, b) in enumerate(zip(tokens, made[0], strict=True)) if a != b), len(tokens) - 1)
+        rows = logits[first : first + same + 1]
+        chosen = rows.gather(1, torch.tensor(tokens[: rows.shape[0]])[:, None])[:, 0]
+        behind.append((rows.amax(-1) - chosen) / rows.std(-1))
+    return max(float(distances.median()) for distances in behind)
+
+
+def test_snapshots_moves_and_preemption_leave_streams_as_they_were(checkpoint: MakeCheckpoint) -> None:
+    """A prefix whose blocks and snapshot are there, a request moved with its slot, one recomputed, and a mixed step all
+    go on with the tokens of the request that was computed at once."""
+    tokens = prompt(90, seed=9, vocab=256)
+    driver, other = cuda_driver(checkpoint("deepseek_v4")), cuda_driver(checkpoint("deepseek_v4"))
+    driver.add(0, tokens)
+    # At a boundary that snapshots are taken at.
+    driver.step({0: 64}, [SnapshotCopy(0, 3, False)])
+    driver.prefill(0)
+    whole = driver.generate([0], 12)[0]
+    driver.add(1, tokens, blocks=driver.blocks[0][:4], computed=64)
+    driver.step({1: 26}, [SnapshotCopy(1, 3, True)])
+    hit = driver.generate([1], 12)[0]
+    driver.add(2, tokens)
+    for _ in range(3):
+        driver.step({0: 1, 1: 1, 2: 30})
+    mixed = driver.generate([2], 12)[0]
+    # Preempted: computed anew with what it had, in another slot and other blocks.
+    driver.add(3, [*tokens, *mixed[:5]])
+    driver.prefill(3, chunk=33)
+    recomputed = [*mixed[:5], *driver.generate([3], 7)[0]]
+    # Moved to another pool with its sequence slot.
+    source = cuda_driver(checkpoint("deepseek_v4"))
+    for moving in (source, other):
+        moving.add(0, tokens)
+    other.free_blocks.reverse()
+    source.step({0: 87})
+    data = np.array(source.runner.pool.gather(source.blocks[0], 0, 1, sequence_slot=0))
+    other.enter()
+    other.runner.pool.scatter(data, other.blocks[0], 0, 1, "bfloat16", sequence_slot=0)
+    assert np.array_equal(other.runner.pool.gather(other.blocks[0], 0, 1, sequence_slot=0), data)
+    other.computed[0] = 87
+    moved = []
+    for moving in (source, other):
+        moving.prefill(0)
+        moved.append(moving.generate([0], 12)[0])
+    assert moved[0] == moved[1]
+    expected = all_logits(cpu_driver(checkpoint("deepseek_v4")), [*tokens, *whole])
+    assert near(expected, [whole, hit, mixed, recomputed, *moved], len(tokens) - 1) < 0.1
+    assert hit[0] == mixed[0] == whole[0] == moved[0][0]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4"])
+def test_expert_formats_stay_near_bfloat16(checkpoint: MakeCheckpoint, name: str) -> None:
     tokens = prompt(120, seed=5, vocab=256)
-    plain = all_logits(cuda_driver(checkpoint("deepseek_v3")), tokens).float().cpu()
-    out = all_logits(cuda_driver(checkpoint("deepseek_v3"), weights="fp8_block"), tokens)
+    plain = all_logits(cuda_driver(checkpoint(name)), tokens).float().cpu()
+    out = all_logits(cuda_driver(checkpoint(name), weights="fp8_block"), tokens)
     assert float(token_errors(out, plain).median()) < 0.2
 
 
 def test_canonical_bytes_of_all_kinds_of_groups_are_the_cpu_pools(checkpoint: MakeCheckpoint) -> None:
-    runner = start_runner(settings(checkpoint("deepseek_v4"), device="cuda"), TensorParallel())
+    runner = ReferenceRunner(settings(checkpoint("deepseek_v4"), device="cuda"), TensorParallel())
     shape: dict[str, Any] = {"block_size": 16, "num_blocks": 9, "num_slots": 3, "num_snapshots": 4}
     cpu, gpu, back = (
         KVPool(runner.groups, **shape),

@@ -98,7 +98,7 @@ def test_rotation_writes_only_its_tokens_into_the_pool(
 def csr(tables: list[list[int]], lengths: list[int], block_size: int) -> PageTable:
     indptr = np.cumsum([0, *(len(table) for table in tables)]).astype(np.int32)
     last = np.array([(n - 1) % block_size + 1 for n in lengths], np.int32)
-    return PageTable(indptr, np.array([b for table in tables for b in table], np.int32), last)
+    return PageTable(indptr, np.array([b for table in tables for b in table], np.int32), last, last)
 
 
 def fill(pool: CudaKVPool, lengths: list[int]) -> tuple[list[list[int]], list[torch.Tensor]]:

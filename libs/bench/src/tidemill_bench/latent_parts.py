@@ -16,13 +16,12 @@ import torch
 from tidemill_engine.cuda import latent_attention
 from tidemill_engine.cuda.attention import PageTable
 from tidemill_engine.cuda.batch import StepRows
-from tidemill_engine.cuda.experts import DeviceExperts, DeviceMoe
+from tidemill_engine.cuda.experts import DeviceExperts, DeviceMoe, DeviceRouter
 from tidemill_engine.cuda.kernels.row_choice import choose_rows
 from tidemill_engine.cuda.latent_attention import LatentPagedAttention
 from tidemill_engine.cuda.latent_model import CudaLatentModel
 from tidemill_engine.cuda.runner import CudaModelRunner
 from tidemill_engine.cuda.timing import graph_ms
-from tidemill_engine.layers.moe import Router
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def decode_parts(runner: CudaModelRunner, batch: int, context: int) -> LatentPar
     per_row = -(-context // size)
     blocks = np.random.default_rng(0).permutation(runner.num_blocks)[: batch * per_row].astype(np.int32)
     last = np.full(batch, (context - 1) % size + 1, np.int32)
-    table = PageTable(np.arange(batch + 1, dtype=np.int32) * per_row, blocks, last)
+    table = PageTable(np.arange(batch + 1, dtype=np.int32) * per_row, blocks, last, np.full(batch, -1, np.int32))
     runner.inputs.wait()
     host = runner.inputs.host
     host["token_ids"][:batch] = np.random.default_rng(1).integers(1000, runner.vocab_size, batch)
@@ -115,14 +114,14 @@ def _parts(runner: CudaModelRunner, measure: Callable[[], float]) -> LatentParts
     def choose(scores: torch.Tensor, visible: torch.Tensor, *more: Any) -> torch.Tensor:
         return once(("slots", tuple(scores.shape)), lambda: choose_rows(scores, visible, *more))  # type: ignore[no-any-return]
 
-    def route(router: Router, x: torch.Tensor, ids: torch.Tensor) -> Any:
+    def route(router: DeviceRouter, x: torch.Tensor, ids: torch.Tensor | None) -> Any:
         return once((id(router),), lambda: latent_router(router, x, ids))
 
-    latent_router = Router.__call__
+    latent_router = DeviceRouter.__call__
     whole = measure()
     without = {}
     # All other parts are compared at the same routes: what stands in for a part sends tokens to other experts.
-    with _replaced(Router, "__call__", route):
+    with _replaced(DeviceRouter, "__call__", route):
         routed = measure()
         for name, owner, attribute, stand_in in (
             ("attention", attention, "run", attend),

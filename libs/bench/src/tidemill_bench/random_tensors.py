@@ -7,7 +7,40 @@ from typing import Any
 
 import torch
 
+_V4_FLASH: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "num_hash_layers": 1,
+    "scoring_func": "sqrtsoftplus",
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "vocab_size": 129_280,
+    "rms_norm_eps": 1e-6,
+}
 SHAPES: dict[str, dict[str, Any]] = {
+    # Of the 43 layers 2 have the window alone, 21 a sparse stream, 20 a heavy one.
+    "deepseek-v4-flash, 6 layers": _V4_FLASH | {"num_hidden_layers": 6, "compress_ratios": [0, 4, 128, 4, 128, 4]},
+    "deepseek-v4-flash, 3 layers": _V4_FLASH | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128]},
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 1024,

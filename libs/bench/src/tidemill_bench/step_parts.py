@@ -38,7 +38,7 @@ def step_parts(runner: CudaModelRunner, batch: int, context: int) -> StepParts:
     per_row = -(-context // runner.pool.block_size)
     blocks = np.random.default_rng(0).permutation(runner.num_blocks)[: batch * per_row].astype(np.int32)
     last = np.full(batch, (context - 1) % runner.pool.block_size + 1, np.int32)
-    table = PageTable(np.arange(batch + 1, dtype=np.int32) * per_row, blocks, last)
+    table = PageTable(np.arange(batch + 1, dtype=np.int32) * per_row, blocks, last, np.full(batch, -1, np.int32))
     runner.inputs.wait()
     runner._send(table, np.ones(batch, np.int64), batch)
     runner.inputs.mark_sent()

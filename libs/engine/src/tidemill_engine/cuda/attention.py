@@ -30,16 +30,20 @@ _WORKSPACE_BYTES = 384 << 20
 
 @dataclass(frozen=True)
 class PageTable:
-    """Blocks of some rows on the host, in CSR form; all int32."""
+    """Blocks of some rows on the host, in CSR form, and their sequence slots; all int32."""
 
     indptr: np.ndarray
     indices: np.ndarray
     last_page_len: np.ndarray
+    slots: np.ndarray
+    """-1 for rows without sequence state, and for those that fill a graph up."""
 
     def rows_from(self, first: int) -> "PageTable":
         """The table without its first rows."""
         start = self.indptr[first]
-        return PageTable(self.indptr[first:] - start, self.indices[start:], self.last_page_len[first:])
+        return PageTable(
+            self.indptr[first:] - start, self.indices[start:], self.last_page_len[first:], self.slots[first:]
+        )
 
     def write(self, host: dict[str, np.ndarray]) -> None:
         """Into a step's numbers."""

@@ -53,7 +53,8 @@ def page_table(tables: RowTables, rows: np.ndarray, lengths: np.ndarray, num_pad
     indptr = np.zeros(rows.size + padding + 1, np.int32)
     np.cumsum(np.concatenate([counts, np.ones(padding, np.int64)]), out=indptr[1:])
     last = np.concatenate([lengths - (counts - 1) * tables.block_size, np.ones(padding, np.int64)]).astype(np.int32)
-    return PageTable(indptr, indices, last)
+    slots = np.concatenate([tables.slots[rows], np.full(padding, -1)]).astype(np.int32)
+    return PageTable(indptr, indices, last, slots)
 
 
 def fill_tokens(host: dict[str, np.ndarray], tables: RowTables, step: StepRows) -> None:

@@ -125,6 +125,7 @@ class CudaLatentModel:
     def forward(
         self,
         hidden: torch.Tensor,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         block_ids: torch.Tensor,
         attention: StepAttention,

@@ -64,10 +64,11 @@ class DeviceLinear:
 
 
 class GatedLinear:
-    """silu(gate) * up of one product."""
+    """silu(gate) * up of one product; `limit`, where it is not 0, bounds both (`kernels.gate`)."""
 
-    def __init__(self, linear: DeviceLinear) -> None:
+    def __init__(self, linear: DeviceLinear, limit: float = 0.0) -> None:
         self.linear = linear
+        self.limit = limit
         self.choices = Choices(Way("product, then gate", _product_then_gate))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +153,7 @@ def _by_library_blocks(matrix: DeviceLinear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _product_then_gate(gated: GatedLinear, x: torch.Tensor) -> torch.Tensor:
-    return silu_mul(gated.linear(x))
+    return silu_mul(gated.linear(x), gated.limit)
 
 
 class LinearMaker:

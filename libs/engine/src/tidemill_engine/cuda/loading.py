@@ -9,7 +9,14 @@ from tidemill_engine.cuda.latent_model import CudaLatentModel
 from tidemill_engine.cuda.linear import LinearMaker
 from tidemill_engine.cuda.model import CudaModel
 from tidemill_engine.cuda.paths import has_kernels
-from tidemill_engine.cuda.requirements import CudaUnavailable, require_hopper, require_latent_shape, require_shape
+from tidemill_engine.cuda.requirements import (
+    CudaUnavailable,
+    require_hopper,
+    require_latent_shape,
+    require_shape,
+    require_stream_shape,
+)
+from tidemill_engine.cuda.stream_model import CudaStreamModel
 from tidemill_engine.cuda.weight_formats import FORMATS
 from tidemill_engine.layers.elementwise import TorchElementwise
 from tidemill_engine.loading.checkpoint import Checkpoint, TensorSource
@@ -21,9 +28,10 @@ from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.settings import EngineSettings
 
 KV_DTYPES = ("bfloat16", "float8_e4m3fn")
-LATENT_KV_DTYPES = ("bfloat16",)
+ROW_KV_DTYPES = ("bfloat16",)
+"""Of latents and streams."""
 
-CudaDecoder = CudaModel | CudaLatentModel
+CudaDecoder = CudaModel | CudaLatentModel | CudaStreamModel
 
 
 def load_cuda_model(
@@ -44,6 +52,8 @@ def _build(config: ModelConfig, tensors: TensorSource, settings: EngineSettings,
     source = WeightSource(tensors, tp, make_linear, TorchElementwise())
     if config.latent is not None:
         return CudaLatentModel(config, source, settings.kv_dtype, make_weight)
+    if config.streams is not None:
+        return CudaStreamModel(config, source, settings.kv_dtype, make_weight)
     return CudaModel(config, source, settings.kv_dtype, make_weight, batch_invariant=settings.batch_invariant)
 
 
@@ -55,7 +65,7 @@ def _check(config: ModelConfig, settings: EngineSettings, tp: TensorParallel) ->
     formats = tuple(FORMATS) if config.moe is None else EXPERT_FORMATS
     if settings.weights not in formats:
         raise CudaUnavailable(f"weights = {settings.weights!r} does not run on CUDA; there are {', '.join(formats)}")
-    kv_dtypes = KV_DTYPES if config.latent is None else LATENT_KV_DTYPES
+    kv_dtypes = ROW_KV_DTYPES if config.latent is not None or config.streams is not None else KV_DTYPES
     if settings.kv_dtype not in kv_dtypes:
         raise CudaUnavailable(
             f"kv_dtype = {settings.kv_dtype!r} does not run on CUDA; there are {', '.join(kv_dtypes)}"
@@ -67,5 +77,8 @@ def _check(config: ModelConfig, settings: EngineSettings, tp: TensorParallel) ->
     if config.latent is not None:
         require_hopper(torch.cuda.get_device_capability(), "latents")
         require_latent_shape(config.latent, config.indexer)
+    elif config.streams is not None:
+        require_hopper(torch.cuda.get_device_capability(), "compressed streams")
+        require_stream_shape(config.head_dim, config.streams)
     else:
         require_shape(config.head_dim, config.num_heads, config.num_kv_heads)

@@ -11,9 +11,11 @@ from tidemill_engine.loading.weights import WeightSource
 class DenseMlp:
     """silu(gate) * up, then down."""
 
-    def __init__(self, source: WeightSource, prefix: str, hidden: int, inner: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, source: WeightSource, prefix: str, hidden: int, inner: int, *, bias: bool = False, limit: float = 0.0
+    ) -> None:
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up = GatedLinear(on_device(source.columns(names, [inner, inner], hidden, bias=bias)))
+        self.gate_up = GatedLinear(on_device(source.columns(names, [inner, inner], hidden, bias=bias)), limit)
         self.down = on_device(source.row(f"{prefix}.down_proj", hidden, inner, bias=bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,7 @@ class CudaModel:
     def forward(
         self,
         hidden: torch.Tensor,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         block_ids: torch.Tensor,
         attention: StepAttention,
@@ -147,7 +148,7 @@ def make_mlp(config: ModelConfig, source: WeightSource, prefix: str, index: int,
     """The MLP of layer `index`."""
     if config.moe is None or config.moe.kinds[index] == "dense":
         return DenseMlp(source, prefix, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-    return make_moe(config.moe, config, source, prefix, make_weight)
+    return make_moe(config.moe, config, source, prefix, make_weight, hashed=False)
 
 
 def dense_part(mlp: Mlp) -> DenseMlp | None:

@@ -11,7 +11,7 @@ REFERENCE_KV_DTYPES = ("float32", "bfloat16")
 
 def has_kernels(config: ModelConfig) -> bool:
     """This backend's own kernels run the model; others take the plain torch path on the device."""
-    return config.streams is None and not config.window_tokens
+    return not config.window_tokens
 
 
 def require_reference(config: ModelConfig, settings: EngineSettings, tp: TensorParallel) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import torch
 
 from tidemill_engine.models.latent_config import IndexerConfig, LatentConfig
+from tidemill_engine.models.stream_config import StreamConfig
 
 PACKAGES = ("flashinfer", "triton")
 HEAD_DIMS = (64, 128, 256)
@@ -38,6 +39,17 @@ def require_latent_shape(latent: LatentConfig, indexer: IndexerConfig | None) ->
     sizes = {"kv_lora_rank": latent.kv_rank, "qk_rope_head_dim": latent.rope_dim}
     if indexer is not None:
         sizes["index_head_dim"] = indexer.head_dim
+    _require_powers_of_two(sizes)
+
+
+def require_stream_shape(head_dim: int, streams: StreamConfig) -> None:
+    """Raises CudaUnavailable for streams that the kernels do not take."""
+    _require_powers_of_two({"head_dim": head_dim, "index_head_dim": streams.index_dim})
+    if streams.rope_dim & (streams.rope_dim - 1):
+        raise CudaUnavailable(f"qk_rope_head_dim {streams.rope_dim} is not a power of two")
+
+
+def _require_powers_of_two(sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size < LEAST_LATENT or size & (size - 1):
             raise CudaUnavailable(f"{name} {size} is not a power of two from {LEAST_LATENT} on")

@@ -113,7 +113,13 @@ class CudaModelRunner(ModelRunner):
             return self._started(out.step, _NO_ROWS, _NO_ROWS, None, False, started)
         step = read_rows(out.rows, self.rows)
         self.inputs.wait()
+        for copy in out.snapshot_copies:
+            if copy.restore:
+                self.pool.restore_snapshot(copy.sequence_slot, copy.snapshot_id)
         places = self._run_graph(step) if self.graphs is not None and step.all_decode else self._run_eager(step)
+        for copy in out.snapshot_copies:
+            if not copy.restore:
+                self.pool.save_snapshot(copy.sequence_slot, copy.snapshot_id)
         rows = step.rows[step.samples]
         positions = self._positions(step)[step.samples]
         if self.sampler.is_plain(rows, positions):
@@ -189,9 +195,12 @@ class CudaModelRunner(ModelRunner):
     def forward(self, num_tokens: int, wanted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states of the wanted tokens (None: all) of the step that was prepared."""
         device = self.inputs.device
-        token_ids = device["token_ids"][:num_tokens]
+        hidden, token_ids = embed(
+            device["token_ids"][:num_tokens], device["rows"], self._row_tokens, self.cuda_model.embedding
+        )
         return self.cuda_model.forward(
-            embed(token_ids, device["rows"], self._row_tokens, self.cuda_model.embedding),
+            hidden,
+            token_ids,
             device["positions"][:num_tokens],
             device["block_ids"][:num_tokens],
             self.paged,

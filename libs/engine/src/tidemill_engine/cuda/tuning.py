@@ -20,8 +20,7 @@ from tidemill_engine.cuda.linear import Choices, DeviceLinear, GatedLinear, Way,
 from tidemill_engine.cuda.timing import graph_ms
 
 if TYPE_CHECKING:
-    from tidemill_engine.cuda.latent_model import CudaLatentModel
-    from tidemill_engine.cuda.model import CudaModel
+    from tidemill_engine.cuda.loading import CudaDecoder
 
 log = structlog.get_logger()
 
@@ -36,7 +35,7 @@ _GEMVS = tuple(GemvTiles(values, warps) for values, warps in ((8192, 4), (16384,
 M = TypeVar("M")
 
 
-def tune(model: "CudaModel | CudaLatentModel", sizes: Sequence[int]) -> None:
+def tune(model: "CudaDecoder", sizes: Sequence[int]) -> None:
     """Fills the choices of the model's matrices for the sizes of decode graphs."""
     started = time.perf_counter()
     by_shape: dict[int, list[DeviceLinear]] = {}
@@ -127,7 +126,12 @@ def _choose(matrices: list[DeviceLinear], tokens: int, covered: list[int], gates
 
 def _choose_gated(gated: list[GatedLinear], tokens: int, covered: list[int]) -> None:
     weight = gated[0].linear.weight
-    if weight.is_by_block or gated[0].linear.bias is not None or not fits_gated(weight.values.shape[1]):
+    if (
+        gated[0].limit
+        or weight.is_by_block
+        or gated[0].linear.bias is not None
+        or not fits_gated(weight.values.shape[1])
+    ):
         return
     x = torch.randn(tokens, weight.values.shape[1], device="cuda", dtype=torch.bfloat16)
 
@@ -146,7 +150,7 @@ def _by_gated_gemv(tiles: GemvTiles) -> Way[GatedLinear]:
     )
 
 
-def _choose_head(model: "CudaModel | CudaLatentModel", tokens: int, covered: list[int]) -> None:
+def _choose_head(model: "CudaDecoder", tokens: int, covered: list[int]) -> None:
     head, (vocab, width) = model.head, model.head.weight.shape
     x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(tokens, vocab, device="cuda")

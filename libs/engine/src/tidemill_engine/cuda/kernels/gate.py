@@ -16,8 +16,10 @@ def _silu_mul(
     gate_up,
     out,
     inner,
+    limit,
     PARTS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    CLAMP: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     if PDL:
@@ -32,14 +34,20 @@ def _silu_mul(
         at = (part * tl.num_programs(0) + row) * 2 * inner
         gate += tl.load(gate_up + at + columns, mask=inside, other=0.0)
         up += tl.load(gate_up + at + inner + columns, mask=inside, other=0.0)
+    if CLAMP:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
     tl.store(out + row * inner + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[tokens, 2 * inner] bfloat16, or float32 parts [parts, tokens, 2 * inner] -> [tokens, inner] bfloat16."""
+def silu_mul(gate_up: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
+    """[tokens, 2 * inner] bfloat16, or float32 parts [parts, tokens, 2 * inner] -> [tokens, inner] bfloat16. `limit`,
+    where it is not 0, bounds the gate above and up on both sides."""
     rows, double = gate_up.shape[-2:]
     inner = double // 2
     out = torch.empty((rows, inner), dtype=torch.bfloat16, device=gate_up.device)
     grid = (rows, triton.cdiv(inner, _BLOCK))
-    _silu_mul[grid](gate_up, out, inner, PARTS=num_parts(gate_up), BLOCK=_BLOCK, num_warps=4, **dependent())
+    _silu_mul[grid](
+        gate_up, out, inner, limit, PARTS=num_parts(gate_up), BLOCK=_BLOCK, CLAMP=limit > 0, num_warps=4, **dependent()
+    )
     return out
