@@ -1,6 +1,7 @@
 """The router's answers over a view of a mesh: who is eligible, what is refused and why, what is reserved."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,14 @@ def test_blocks_that_lie_in_several_stores_count_as_if_they_were_in_one() -> Non
     placed = glance(mesh, hashes)
     assert (placed.expected_cached.l3, placed.stores) == (2 * 32, ["kv-0", "kv-1"])
     assert glance(mesh, prompt(500, 31)).stores == []
+    # Whether loading pays is for the target to say, which it cannot of blocks that it does not find.
+    mesh.router.costs = replace(mesh.router.costs, fetch_latency_s=1000.0)
+    placed = glance(mesh, hashes)
+    assert (placed.expected_cached.l3, placed.stores) == (0, ["kv-0", "kv-1"])
+    # What it has itself it does not look for.
+    for holder in ("p-0", "p-1", "d-0"):
+        mesh.index.stored((holder, 0), b"", hashes[:24], L1)
+    assert glance(mesh, hashes).stores == []
 
 
 def test_blocks_in_a_store_count_only_for_instances_that_can_load_them() -> None:

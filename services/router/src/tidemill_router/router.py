@@ -204,12 +204,13 @@ class Router:
         )
 
     def _stores_of(self, prompt: Prompt, chosen: PrefillEstimate, facts: ModelFacts) -> list[str]:
-        """kvstores that have blocks which the target is to load; it looks in few of them on its own."""
-        if not chosen.cached_l3_tokens:
+        """kvstores that have blocks which the target lacks, also where loading them is predicted to take longer than
+        computing: the target decides that by its own measures, and looks in few stores on its own."""
+        known_blocks = prompt.found[1]
+        if chosen.cached_l1_tokens >= known_blocks * facts.block_size:
             return []
-        cached = chosen.cached_l1_tokens + chosen.cached_l2_tokens + chosen.cached_peer_tokens + chosen.cached_l3_tokens
         stores = readable(stores_in(self.index, self.view.leaving_stores), chosen.candidate.kv_format)
-        return stores_with(self.index.along(prompt.found), -(-cached // facts.block_size), self.index, stores)
+        return stores_with(self.index.along(prompt.found), known_blocks, self.index, stores)
 
     def _decode_response(self, made: Reservation, chosen: DecodeEstimate) -> PlaceDecodeResponse:
         response = PlaceDecodeResponse(
