@@ -1,6 +1,7 @@
 """A prefix computed once is found everywhere: two prefill and two decode instances over two kvstores, real model."""
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tidemill.mesh.v1 import membership_pb2, worker_pb2, worker_pb2_grpc
 from tidemill_kvcache.hashing import chain_root, hash_blocks, tenant_salt
 from tidemill_local import cache_view, processes
 from tidemill_worker.model_files import read_model_files
-from tidemill_worker.rendezvous import choose
+from tidemill_worker.rendezvous import choose, lookups
 
 BLOCK = 16
 OUTPUT = 8
@@ -29,6 +30,7 @@ TURN_TOKENS = 21
 ROOT = bytes(16)
 USERS = 4
 STORES = ("kvstore-1", "kvstore-2")
+JOINING = ("kvstore-3", "kvstore-4")
 # Keys of two tenants, the first of whom has two; all else is asked by the first.
 ONE, ALSO_ONE, TWO = "sk-one", "sk-also-one", "sk-two"
 # What the tiny model's context has room for, and SmolLM2's.
@@ -217,6 +219,54 @@ async def test_a_kvstore_may_join_and_die_at_any_time(mesh: RunningCluster) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["llama"], indirect=True)
+async def test_two_kvstores_that_join_at_once_cost_no_hit_and_one_may_die_right_after(mesh: RunningCluster) -> None:
+    """Blocks of which both are a better choice than the store that has them are loaded from there all the same."""
+    everyone = [*STORES, *JOINING]
+    names = (f"left behind by two, {number}" for number in itertools.count())
+    made = (prompt_of(name, 300) for name in names)
+    prompts = list(itertools.islice((prompt for prompt in made if left_behind(mesh, prompt)), 4))
+    cold = {number: (await ask(mesh, prompt)).choices[0].token_ids for number, prompt in enumerate(prompts)}
+
+    async def from_l3(number: int) -> int:
+        await forget(mesh)
+        answer = await ask(mesh, prompts[number])
+        assert answer.choices[0].token_ids == cold[number]
+        return int(answer.usage.cached_tokens_l3)
+
+    async def read(name: str) -> int:
+        return int((await status_of(mesh, name)).counters.get("blocks_hit", 0))
+
+    members = (await mesh.look()).members
+    joined = {name: mesh.add_worker("kvstore", name) for name in JOINING}
+    try:
+        await mesh.until_members(*members, *JOINING)
+        before = {name: await read(name) for name in STORES}
+        assert await from_l3(0) == 288
+        after = {name: await read(name) for name in everyone}
+        homes = [choose(block_hash, STORES) for block_hash in hashes_of(mesh, prompts[0])]
+        assert {name: after[name] - before.get(name, 0) for name in everyone} == {
+            name: homes.count(name) for name in everyone
+        }
+        # One of them dies, first while prompts are on their way, and is gone then.
+        await forget(mesh)
+        wave = [asyncio.create_task(ask(mesh, prompt)) for prompt in prompts[:2]]
+        processes.send(joined["kvstore-4"], signal.SIGKILL)
+        answers = [await answer for answer in wave]
+        assert [answer.choices[0].token_ids for answer in answers] == [cold[0], cold[1]], "while it dies"
+        assert await from_l3(2) == 288
+        await mesh.until_members(*members, "kvstore-3")
+        assert await from_l3(3) == 288
+    finally:
+        for record in joined.values():
+            processes.send(record, signal.SIGTERM)
+        for record in joined.values():
+            assert await asyncio.to_thread(processes.wait_gone, record, 60.0)
+    await mesh.until_members(*members)
+    assert [await from_l3(number) for number in range(4)] == [288] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["llama"], indirect=True)
 async def test_bytes_that_change_on_a_stores_disk_cost_hits_and_change_no_token(mesh: RunningCluster) -> None:
     prompt = prompt_of("damaged on disk", 300)
     cold = await ask(mesh, prompt)
@@ -292,6 +342,13 @@ def hashes_of(mesh: RunningCluster, prompt: list[int]) -> list[bytes]:
     secret = mesh.home.secret_file.read_text().strip()
     root = chain_root(read_model_files(Path(mesh.spec.model)).hash_root, tenant_salt(secret, "one"))
     return hash_blocks(root, prompt[:-1], BLOCK)
+
+
+def left_behind(mesh: RunningCluster, prompt: list[int]) -> list[int]:
+    """Indices of the prompt's blocks whose store is no longer among their first two once both others have joined."""
+    hashes = hashes_of(mesh, prompt)
+    asked = lookups(hashes, [*STORES, *JOINING], 2)
+    return [at for at, block_hash in enumerate(hashes) if at not in asked[choose(block_hash, STORES)]]
 
 
 async def status_of(mesh: RunningCluster, instance: str) -> Any:
