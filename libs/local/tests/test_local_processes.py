@@ -149,3 +149,39 @@ def test_the_age_of_a_process_does_not_depend_on_the_wall_clock(started):
     first = processes.age_s(record)
     assert 0 <= first <= time.monotonic() - before + 0.1, "in ticks of a hundredth of a second"
     assert processes.age_s(record) >= first
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_while_a_process_is_started_leaves_none_without_its_pid_file(tmp_path, monkeypatch, number):
+    spawn = os.posix_spawnp
+
+    def interrupted_spawn(*arguments, **options):
+        pid = spawn(*arguments, **options)
+        os.kill(os.getpid(), number)
+        return pid
+
+    monkeypatch.setattr(os, "posix_spawnp", interrupted_spawn)
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            processes.start("sleeper", SLEEPER, run_dir=tmp_path, log_dir=tmp_path)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    record = processes.read(tmp_path, "sleeper")
+    assert record is not None
+    assert processes.alive(record)
+    processes.kill(record)
+    assert processes.wait_gone(record, 300)
+
+
+def test_what_is_ignored_stays_ignored_in_what_is_started(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        record = processes.start("sleeper", SLEEPER, run_dir=tmp_path, log_dir=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    ignored = next(line for line in Path(f"/proc/{record.pid}/status").read_text().splitlines() if "SigIgn" in line)
+    processes.kill(record)
+    assert processes.wait_gone(record, 300)
+    assert int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -42,10 +42,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """An etcd and a NATS; tests keep apart by the names of their instances."""
     home = Home(tmp_path_factory.mktemp("servers"))
     home.prepare()
-    (etcd, etcd_port), (nats, nats_port) = start_etcd(home, "127.0.0.1"), start_nats(home, "127.0.0.1")
-    yield Servers(home, f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}")
-    for record in (etcd, nats):
-        _end(record)
+    with ExitStack() as stack:
+        etcd, etcd_port = start_etcd(home, "127.0.0.1")
+        stack.callback(_end, etcd)
+        nats, nats_port = start_nats(home, "127.0.0.1")
+        stack.callback(_end, nats)
+        yield Servers(home, f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +85,21 @@ def mesh_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
     """(etcd, nats) addresses."""
     home = Home(tmp_path_factory.mktemp("servers"))
     home.prepare()
-    etcd, etcd_port = servers.start_etcd(home, "127.0.0.1")
-    nats, nats_port = servers.start_nats(home, "127.0.0.1")
-    for port in (etcd_port, nats_port):
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert time.monotonic() < end, "a server does not answer"
-                time.sleep(0.05)
-    yield f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}"
-    for record in (etcd, nats):
-        processes.stop(record, run_dir=home.run, grace_s=60.0)
+    with ExitStack() as stack:
+        etcd, etcd_port = servers.start_etcd(home, "127.0.0.1")
+        stack.callback(processes.stop, etcd, run_dir=home.run, grace_s=60.0)
+        nats, nats_port = servers.start_nats(home, "127.0.0.1")
+        stack.callback(processes.stop, nats, run_dir=home.run, grace_s=60.0)
+        for port in (etcd_port, nats_port):
+            end = time.monotonic() + START_S
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    assert time.monotonic() < end, "a server does not answer"
+                    time.sleep(0.05)
+        yield f"127.0.0.1:{etcd_port}", f"nats://127.0.0.1:{nats_port}"
 
 
 @pytest.fixture(scope="session")

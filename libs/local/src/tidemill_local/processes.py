@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tidemill_local.home import write_atomically
+from tidemill_local.interrupts import deferred
 
 POLL_S = 0.02
 PID_SUFFIX = ".pid"
@@ -45,11 +46,19 @@ def start(
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / f"{name}.log"
     log_start_bytes = log.stat().st_size if log.exists() else 0
+    # A process without a pid file would be ended by nobody.
+    with deferred():
+        return _spawn(name, argv, run_dir, log, log_start_bytes, os.environ if env is None else env)
+
+
+def _spawn(
+    name: str, argv: Sequence[str], run_dir: Path, log: Path, log_start_bytes: int, env: Mapping[str, str]
+) -> ProcessRecord:
     # posix_spawn runs no fork handlers, so a starter with gRPC threads is safe.
     pid = os.posix_spawnp(
         argv[0],
         list(argv),
-        dict(os.environ if env is None else env),
+        dict(env),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
