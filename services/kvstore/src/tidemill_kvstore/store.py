@@ -65,6 +65,8 @@ class SegmentStore:
         self._fsync = fsync
         self._index = Index()
         self._sizes: dict[int, int] = {}
+        self._used_bytes = 0
+        """The sum of `_sizes`, which each put asks for: a large disk has 100,000 segments."""
         self._lock = threading.Lock()  # of index, sizes and counters; never held over a disk access
         self._write_lock = threading.Lock()  # one writer; taken before _lock
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,7 @@ class SegmentStore:
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            return sum(self._sizes.values())
+            return self._used_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -200,8 +202,9 @@ class SegmentStore:
     def _segment_missing(self, segment_id: int) -> None:
         """Somebody deleted a file under us, unless we have just evicted it."""
         with self._lock:
-            if self._sizes.pop(segment_id, None) is None:
+            if segment_id not in self._sizes:
                 return
+            self._resize(segment_id, None)
             self.counters["missing_segments"] += 1
             _log.error("segment %d is gone from the disk", segment_id)
             for entry in self._index.in_segment(segment_id):
@@ -229,7 +232,7 @@ class SegmentStore:
             self._roll()
         offset = self._writer.append(header, payload)
         with self._lock:
-            self._sizes[self._writer.segment_id] = self._writer.size_bytes
+            self._resize(self._writer.segment_id, self._writer.size_bytes)
             self._index.put(Entry(header, self._writer.segment_id, offset))
             self.counters["written_blocks"] += 1
             self.counters["written_bytes"] += record_bytes(header)
@@ -245,7 +248,7 @@ class SegmentStore:
     def _open_segment(self, segment_id: int) -> SegmentWriter:
         writer = SegmentWriter(self._folder, segment_id)
         with self._lock:
-            self._sizes[segment_id] = writer.size_bytes
+            self._resize(segment_id, writer.size_bytes)
         return writer
 
     def _keep_quota(self, tenant: str, need: int) -> None:
@@ -285,7 +288,7 @@ class SegmentStore:
             for entry in self._index.in_segment(segment_id):
                 if id(entry) not in surviving and self._index.remove(entry):
                     self.counters["evicted_blocks"] += 1
-            self._sizes.pop(segment_id, None)
+            self._resize(segment_id, None)
         segment_path(self._folder, segment_id).unlink(missing_ok=True)
         for entry, payload in survivors:
             with self._lock:
@@ -333,9 +336,15 @@ class SegmentStore:
                 self.counters["truncated_bytes"] += size - result.end
             self.counters["bad_records"] += result.bad_records
             if result.end:
-                self._sizes[segment_id] = result.end
+                self._resize(segment_id, result.end)
             else:
                 path.unlink()
+
+    def _resize(self, segment_id: int, size: int | None) -> None:
+        """A segment has so many bytes now; None: it is gone. With _lock held."""
+        self._used_bytes += (size or 0) - self._sizes.pop(segment_id, 0)
+        if size is not None:
+            self._sizes[segment_id] = size
 
     def _count(self, name: str) -> None:
         with self._lock:
