@@ -144,26 +144,25 @@ async def refuse_disk(scene: Scene) -> str:
     return "refuse what kvstore-1 writes"
 
 
+async def told_library(scene: Scene, what: str, tell: Callable[[Preloaded, float], None], value: float) -> str:
+    """The library in all processes does something for a while, and then no more."""
+    pause_s = scene.choices.uniform(0.1, 3 * LIVENESS_S)
+    if isinstance(scene.library, str):
+        return f"no {what}: {scene.library}"
+    tell(scene.library, value)
+    await asyncio.sleep(pause_s)
+    tell(scene.library, 0.0)
+    return what
+
+
 async def slow_disk(scene: Scene) -> str:
     """The disk of kvstore takes its time."""
-    call_s, pause_s = scene.choices.uniform(0.1, LIVENESS_S), scene.choices.uniform(0.1, 3 * LIVENESS_S)
-    if isinstance(scene.library, str):
-        return f"no slow disk: {scene.library}"
-    scene.library.slow_disk(call_s)
-    await asyncio.sleep(pause_s)
-    scene.library.slow_disk(0.0)
-    return "slow the disk of kvstore-1"
+    return await told_library(scene, "slow disk", Preloaded.slow_disk, scene.choices.uniform(0.1, LIVENESS_S))
 
 
 async def step_clock(scene: Scene) -> str:
     """The wall clock jumps, and back."""
-    ahead_s, pause_s = scene.choices.choice([-STEP_S, STEP_S]), scene.choices.uniform(0.1, 3 * LIVENESS_S)
-    if isinstance(scene.library, str):
-        return f"no step of the clock: {scene.library}"
-    scene.library.set_clock(ahead_s)
-    await asyncio.sleep(pause_s)
-    scene.library.set_clock(0.0)
-    return "step the clock"
+    return await told_library(scene, "step of the clock", Preloaded.set_clock, scene.choices.choice([-STEP_S, STEP_S]))
 
 
 KINDS = [
