@@ -49,6 +49,16 @@ def to_fp4(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8), scales
 
 
+def to_nvfp4(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed values, scales of 16 values of a row, the factor of all scales, and what they stand for."""
+    largest = matrix.view(matrix.shape[0], -1, 16).abs().amax(-1)
+    factor = largest.max() / (6.0 * 448.0)
+    scales = (largest / 6.0 / factor).to(torch.float8_e4m3fn)
+    spread_out = (scales.float() * factor).repeat_interleave(16, 1)
+    codes = (matrix / spread_out)[..., None].sub(FP4_VALUES).abs().argmin(dim=-1).to(torch.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales, factor, FP4_VALUES[codes.long()] * spread_out
+
+
 def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """As transformers reads it."""
     return Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
@@ -75,6 +85,58 @@ def test_values_and_parts_of_them_are_those_of_transformers(tmp_path: Path, kind
     assert torch.equal(rows.float(), expected[100:210])
     columns = checkpoint.take("a.weight", (256, 384), axis=1, start=98, end=330)
     assert torch.equal(columns.float(), expected[:, 98:330])
+
+
+def nvfp4_tensors(name: str, matrix: torch.Tensor, form: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As ModelOpt or compressed-tensors writes it, and what it stands for."""
+    values, scales, factor, exact = to_nvfp4(matrix)
+    if form == "modelopt":
+        written = {name: values, f"{name}_scale": scales, f"{name}_scale_2": factor}
+    else:
+        written = {f"{name}_packed": values, f"{name}_scale": scales, f"{name}_global_scale": 1 / factor[None]}
+    return written, exact
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_nvfp4_has_a_scale_for_sixteen_values_and_a_factor_for_all(tmp_path: Path, form: str) -> None:
+    matrix = torch.randn(48, 96, generator=torch.Generator().manual_seed(0))
+    tensors, exact = nvfp4_tensors("a.weight", matrix, form)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert "a.weight" in checkpoint
+    whole = checkpoint.take("a.weight", (48, 96))
+    assert torch.allclose(whole, exact, rtol=1e-6, atol=0)
+    assert float((whole - matrix).norm() / matrix.norm()) < 0.12
+    assert torch.equal(checkpoint.take("a.weight", (48, 96), axis=1, start=18, end=70), whole[:, 18:70])
+    assert torch.equal(checkpoint.take("a.weight", (48, 96), start=5, end=9), whole[5:9])
+    assert outline.Outline(tmp_path).take("a.weight", (48, 96)).shape == (48, 96)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_an_nvfp4_checkpoint_equals_its_dequantised_copy(
+    tiny: Callable[..., Path], start_runner: Callable[..., Any], tmp_path: Path, form: str
+) -> None:
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    shutil.copytree(tiny("llama"), plain)
+    shutil.copytree(plain, packed)
+    exact, stored = load_file(plain / "model.safetensors"), {}
+    for name, tensor in exact.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        written, exact[name] = nvfp4_tensors(name, tensor.float(), form)
+        stored |= written
+    save_file(exact, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    kind = {"quant_algo": "NVFP4"} if form == "modelopt" else {"format": "nvfp4-pack-quantized"}
+    config["quantization_config"] = {"quant_method": form, **kind}
+    (packed / "config.json").write_text(json.dumps(config))
+    tokens = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected, out = (start_runner(folder, weights="fp32").all_logits(tokens) for folder in (plain, packed))
+    assert (out - expected).abs().max() < LOGIT_BOUND
+    assert outline.summarise(packed).reason == ""
 
 
 def test_the_last_block_may_be_cut_off(tmp_path: Path) -> None:

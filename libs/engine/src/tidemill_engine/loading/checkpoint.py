@@ -11,7 +11,15 @@ from safetensors import SafetensorError, safe_open
 
 from tidemill_engine.loading.errors import CheckpointError
 from tidemill_engine.loading.names import Names, same_name
-from tidemill_engine.loading.quantised import FP4_DTYPES, FP8_DTYPE, dequantise, scale_names, unpack_fp4
+from tidemill_engine.loading.quantised import (
+    FP4_DTYPES,
+    FP8_DTYPE,
+    PACKED,
+    dequantise,
+    factor_names,
+    scale_names,
+    unpack_fp4,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -39,7 +47,7 @@ class Checkpoint:
         self._path_of = _paths_by_name(model_dir)
 
     def __contains__(self, name: str) -> bool:
-        return any(stored in self._path_of for stored in self.names(name))
+        return any(stored in self._path_of for stored in self._names_of(name))
 
     def weight_bytes(self) -> int:
         """Of the files."""
@@ -99,14 +107,23 @@ class Checkpoint:
     def _dequantise(
         self, stored: str, values: torch.Tensor, scales: Any, shape: tuple[int, int], first: tuple[int, int]
     ) -> torch.Tensor:
-        return dequantise(stored, values, scales[:], shape, first)
+        return dequantise(stored, values, scales[:], shape, first, self._factor(stored))
+
+    def _factor(self, stored: str) -> float:
+        multiplies, divides = factor_names(stored)
+        if multiplies in self._path_of:
+            return float(self._slice(multiplies)[...])
+        return 1.0 / float(self._slice(divides)[...]) if divides in self._path_of else 1.0
+
+    def _names_of(self, name: str) -> list[str]:
+        return [stored + suffix for stored in self.names(name) for suffix in ("", PACKED)]
 
     def _check_range(self, stored: str, table: torch.Tensor, below: int) -> None:
         if table.numel() and not 0 <= int(table.min()) <= int(table.max()) < below:
             raise CheckpointError(f"tensor {stored} has numbers outside [0, {below})")
 
     def _stored_name(self, name: str) -> str:
-        for stored in self.names(name):
+        for stored in self._names_of(name):
             if stored in self._path_of:
                 return stored
         others = [stored for stored in self.names(name) if stored != name]

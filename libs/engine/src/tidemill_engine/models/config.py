@@ -86,6 +86,10 @@ class ModelConfig:
         return widths
 
 
+NVFP4 = (("modelopt", "NVFP4"), ("compressed-tensors", "nvfp4-pack-quantized"))
+"""Methods and forms of `quantization_config` that name it."""
+
+
 def read_config(model_dir: Path) -> ModelConfig:
     """Raises CheckpointError naming the key that is missing or not supported."""
     path = model_dir / "config.json"
@@ -105,9 +109,11 @@ def read_config(model_dir: Path) -> ModelConfig:
 def _parse(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    quantised = (raw.get("quantization_config") or {}).get("quant_method", "fp8")
-    if quantised != "fp8":
-        raise CheckpointError(f"quant_method {quantised!r} is not supported, only 'fp8' (with FP4 experts)")
+    quantised = raw.get("quantization_config") or {}
+    method, form = quantised.get("quant_method", "fp8"), quantised.get("quant_algo") or quantised.get("format")
+    if method != "fp8" and (method, form) not in NVFP4:
+        known = ", ".join(f"{method!r} with {form!r}" for method, form in NVFP4)
+        raise CheckpointError(f"quant_method {method!r} is not supported, only 'fp8' (with FP4 experts), {known}")
     if raw.get("use_sliding_window"):
         raise CheckpointError("use_sliding_window is not supported")
     if architecture == "MixtralForCausalLM" and raw.get("sliding_window"):
