@@ -107,7 +107,7 @@ class Router:
         self.reservations.claim_decode(made, likely.candidate.domain, need.blocks(facts, self.costs))
         response = self._prefill_response(made, chosen, whole=False)
         response.sources.extend(sources.better_than(chosen.candidate))
-        response.stores.extend(self._stores_of(prompt, chosen, facts))
+        response.stores.extend(self._stores_of(prompt, chosen.candidate))
         return response
 
     def place_decode(self, request: PlaceDecodeRequest) -> PlaceDecodeResponse:
@@ -163,7 +163,7 @@ class Router:
         made = self._reserve_prefill(WHOLE, request, prompt.hashes, chosen, blocks=need.blocks(facts, self.costs))
         response = self._prefill_response(made, chosen, whole=True)
         response.sources.extend(sources.better_than(chosen.candidate))
-        response.stores.extend(self._stores_of(prompt, chosen, facts))
+        response.stores.extend(self._stores_of(prompt, chosen.candidate))
         if degraded:
             response.terms["degraded"] = 1.0
         return response
@@ -203,14 +203,11 @@ class Router:
             terms=chosen.terms(),
         )
 
-    def _stores_of(self, prompt: Prompt, chosen: PrefillEstimate, facts: ModelFacts) -> list[str]:
-        """kvstores that have blocks which the target lacks, also where loading them is predicted to take longer than
-        computing: the target decides that by its own measures, and looks in few stores on its own."""
-        known_blocks = prompt.found[1]
-        if chosen.cached_l1_tokens >= known_blocks * facts.block_size:
-            return []
-        stores = readable(stores_in(self.index, self.view.leaving_stores), chosen.candidate.kv_format)
-        return stores_with(self.index.along(prompt.found), known_blocks, self.index, stores)
+    def _stores_of(self, prompt: Prompt, target: Candidate) -> list[str]:
+        """kvstores that have blocks of the prompt that the target can read. It asks for what it lacks, which it knows
+        better, as it does what loading takes; and it looks in few stores on its own."""
+        stores = readable(stores_in(self.index, self.view.leaving_stores), target.kv_format)
+        return stores_with(self.index.along(prompt.found), prompt.found[1], self.index, stores)
 
     def _decode_response(self, made: Reservation, chosen: DecodeEstimate) -> PlaceDecodeResponse:
         response = PlaceDecodeResponse(
