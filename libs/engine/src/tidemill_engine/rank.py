@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from tidemill_engine.engine import Engine
+from tidemill_engine.garbage import settle_garbage
 from tidemill_engine.host_pool import HostPool, pageable, pinned
 from tidemill_engine.messages import RankFailed, RankReady, Shutdown
 from tidemill_engine.rank_io import RankIO
@@ -125,10 +126,7 @@ def serve(settings: EngineSettings, io: RankIO, last_words: LastWords) -> None:
     tp = TensorParallel(settings.rank, settings.tp_size, settings.tp_init_method)
     runner = start_runner(settings, tp)
     runner.warm_up()
-    # What loading left behind lives as long as the process; each full collection would take 0.1 s to find that out.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    settle_garbage()
     host = _host_pool(settings, runner) if settings.l2_memory_bytes else None
     io.attach_pool(runner.pool, host)
     follower = None

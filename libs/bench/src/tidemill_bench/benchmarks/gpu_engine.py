@@ -27,6 +27,7 @@ from tidemill_bench.report import Row
 from tidemill_bench.step_parts import step_parts
 from tidemill_engine.cuda.runner import CudaModelRunner
 from tidemill_engine.engine import Engine
+from tidemill_engine.garbage import settle_garbage
 from tidemill_engine.messages import RequestKey, Submit
 from tidemill_engine.parallel.tp import TensorParallel
 from tidemill_engine.sampling_params import SamplingParams
@@ -176,8 +177,7 @@ def measure(shape: str, form: str, quick: bool, machine: str) -> list[Row]:
         settings = msgspec.structs.replace(plain, **FORMS[form])
         runner = CudaModelRunner(settings, TensorParallel(), RandomTensors())
         runner.warm_up()
-        gc.collect()
-        gc.freeze()
+        settle_garbage()
     engine = Engine(settings, runner)
     times, bandwidth = DeviceTimes(runner), copy_gigabytes_per_s()
     vllm, goals = ({}, {}) if form else (VLLM[shape], GOALS[shape])
