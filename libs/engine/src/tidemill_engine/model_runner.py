@@ -121,7 +121,7 @@ class ModelRunner:
                 self._start_sampling(request)
 
     def _start_sampling(self, request: NewRequest) -> None:
-        tokens = np.array(request.token_ids, np.int64)
+        tokens = self.rows.token_ids[request.row, : len(request.token_ids)].astype(np.int64)
         self.sampler.start(request.row, request.sampling, tokens, request.prompt_tokens)
         if request.sampling.grammar is not None:
             constraint = self.grammars.start(request.sampling.grammar, request.grammar_consumed_token_ids)
