@@ -102,8 +102,8 @@ def test_what_a_new_gateway_used_before_its_first_word_counts_at_older_ones():
     old = budgets(clock, requests_per_minute=6)
     clock.now += 30.0
     new = budgets(clock, requests_per_minute=6)
-    for _ in range(5):
-        assert refusal(new) is None
+    for gateway in (old, new, old, new, new):
+        assert refusal(gateway) is None
     exchange(old, new)
     assert refusal(old) is None
     assert refusal(old).limit == "6 requests a minute"
