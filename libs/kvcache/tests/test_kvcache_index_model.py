@@ -126,6 +126,13 @@ def check_along(index: BlockIndex, model: Model, group: list[str], tier: int, as
         assert along.last_within(first, most, bits) == model.last_within(first, min(most, end), group, tier, asked)
 
 
+def check_holding(index: BlockIndex, model: Model, group: list[str], tier: int, asked: Path) -> None:
+    found = index.find(chain(asked))
+    known = [asked[:end] for end in range(1, found[1] + 1)]
+    expected = [h for h in HOLDERS if h in group and any(path in model.held[h, tier] for path in known)]
+    assert index.holding(found, index.bits(group, tier)) == index.bits(expected, tier)
+
+
 @given(actions=actions, query=paths)
 @settings(max_examples=150, deadline=None)
 def test_the_index_equals_sets_of_paths_in_any_order(
@@ -146,6 +153,7 @@ def test_the_index_equals_sets_of_paths_in_any_order(
             for group in groups:
                 assert index.leading(index.find(chain(asked)), group, tier) == model.leading(group, tier, asked)
                 check_along(index, model, group, tier, asked)
+                check_holding(index, model, group, tier, asked)
             assert set(index.holders_in(tier)) == {holder for holder in HOLDERS if model.held[holder, tier]}
     assert index.num_blocks == sum(map(len, model.held.values()))
     for holder in HOLDERS:

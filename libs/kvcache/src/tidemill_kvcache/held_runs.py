@@ -33,12 +33,3 @@ class HeldRuns(NamedTuple):
                 return min(self.ends[at], most)
             at -= 1
         return first
-
-    def holders_within(self, depth: int) -> int:
-        """All that hold any of the first blocks."""
-        held = 0
-        for start, mask in zip((0, *self.ends), self.masks, strict=False):
-            if start >= depth:
-                break
-            held |= mask
-        return held

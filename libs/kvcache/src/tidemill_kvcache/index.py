@@ -218,6 +218,16 @@ class BlockIndex:
             depth += lengths[run]
         return end
 
+    def holding(self, found: Found, bits: int) -> int:
+        """Of these bits, those of holders that have any block of a prompt that was found."""
+        runs, held = self._tree.runs, 0
+        mask_of, masks = runs.sets.masks, runs.masks
+        for run in found[0]:
+            held |= mask_of[masks[run]] & bits
+            if held == bits:
+                break
+        return held
+
     def bits(self, holders: Iterable[Hashable], tier: int) -> int:
         """What stands for a tier of any of these holders in the masks of `along`; unknown ones have nothing."""
         return sum(_bit(self._places[holder], tier) for holder in set(holders) if holder in self._places)

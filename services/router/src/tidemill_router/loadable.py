@@ -3,12 +3,11 @@
 Who does not say his format, as an older release, is credited with everything, as he was by that release.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 from tidemill_kvcache.domain_blocks import FormatHolder, SnapshotHolder
 from tidemill_kvcache.domain_track import Holder
-from tidemill_kvcache.held_runs import HeldRuns
 from tidemill_kvcache.index import L3, BlockIndex, Found
 from tidemill_kvcache.kv_format import format_id, keeps_precision
 
@@ -35,9 +34,9 @@ def loads_from_peer(source: str, taker: str) -> bool:
     return not source or not taker or source == taker or keeps_precision(source, taker)
 
 
-def stores_with(runs: HeldRuns, depth: int, index: BlockIndex, stores: Iterable[Store]) -> list[str]:
-    """Stores that have any of a prompt's leading blocks."""
-    held = runs.holders_within(depth)
+def stores_with(index: BlockIndex, found: Found, stores: Sequence[Store]) -> list[str]:
+    """Stores that have any block of a prompt."""
+    held = index.holding(found, index.bits(stores, L3))
     return sorted({store[0] for store in stores if index.bits([store], L3) & held})
 
 

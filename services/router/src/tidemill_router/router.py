@@ -207,7 +207,7 @@ class Router:
         """kvstores that have blocks of the prompt that the target can read. It asks for what it lacks, which it knows
         better, as it does what loading takes; and it looks in few stores on its own."""
         stores = readable(stores_in(self.index, self.view.leaving_stores), target.kv_format)
-        return stores_with(self.index.along(prompt.found), prompt.found[1], self.index, stores)
+        return stores_with(self.index, prompt.found, stores)
 
     def _decode_response(self, made: Reservation, chosen: DecodeEstimate) -> PlaceDecodeResponse:
         response = PlaceDecodeResponse(
