@@ -59,7 +59,7 @@ SHOWN_BY = {
     "rank's line cut, its worker's not": [
         CUT_RANK,
         f"{FAULTS}network.py::test_only_the_first_requests_wait_for_a_rank_that_is_cut_off_alone",
-        f"{FAULTS}network.py::test_a_silence_ends_by_one_transfer_once_the_line_is_mended",
+        f"{FAULTS}network.py::test_a_silence_ends_by_itself_once_the_line_is_mended",
     ],
     "no pair of instances carries KV": [
         "services/router/tests/test_router_pairs.py"
