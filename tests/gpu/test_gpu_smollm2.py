@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 pytest.importorskip("flashinfer")
 
 from gpu.driver import Driver, all_logits
+from gpu.nvfp4 import write_nvfp4
 from tokenizers import Tokenizer
 
 from tidemill_engine.cuda.runner import CudaModelRunner
@@ -119,8 +120,17 @@ def test_greedy_tokens_are_transformers_where_it_is_sure(folder: Path, text: lis
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_keep_to_their_gates(folder: Path, text: list[int], name: str) -> None:
+    check_gate(driver(folder), driver(folder, **FORMATS[name]), text, name)
+
+
+def test_nvfp4_rounded_to_fp8_by_block_keeps_to_its_gate(folder: Path, text: list[int], tmp_path: Path) -> None:
+    """Against the same NVFP4 values in bfloat16."""
+    packed = write_nvfp4(folder, tmp_path / "nvfp4")
+    check_gate(driver(packed), driver(packed, weights="fp8_block"), text, "fp8_block")
+
+
+def check_gate(plain: Driver, own: Driver, text: list[int], name: str) -> None:
     # Chunks of a prompt read what the pool holds, whole prompts their own projection.
-    plain, own = driver(folder), driver(folder, **FORMATS[name])
     reference, out = all_logits(plain, text, chunk=256), all_logits(own, text, chunk=256)
     plain.add(1, text[:100])
     plain.prefill(1)
