@@ -80,7 +80,8 @@ def _tiles(tokens: int) -> list[Tiles]:
         return [*(Tiles(128, m, 128, splits, 4, 4, 3) for splits in (1, 2, 4, 8)), *narrow]
     if tokens <= 64:
         wide = [Tiles(128, 64, 128, splits, 4, 4) for splits in (1, 2, 4)]
-        return [*(Tiles(64, 64, 128, splits, 4, 4) for splits in (1, 2, 3, 4)), *wide]
+        # The last one leaves room for two programs on a processor.
+        return [*(Tiles(64, 64, 128, splits, 4, 4) for splits in (1, 2, 3, 4)), *wide, Tiles(128, 64, 64, 1, 4, 3)]
     if tokens <= 128:
         return [Tiles(128, 128, 64, splits, 4, 4) for splits in (1, 2, 4)]
     return []
