@@ -59,6 +59,9 @@ MEDIAN_BOUND = 0.03
 INDEXED_BOUND = 0.12
 """Median over the tokens of the relative error of bfloat16 logits: rounding sends few tokens to other experts, but has
 an indexer over random keys choose other rows for many."""
+FP8_SCORES_BOUND = 0.4
+"""The same, where random indexers score keys of 32 values in FP8: nearly alike scores change places by far more than
+those of a trained one."""
 EXACT_BOUND = 3e-3
 """Largest error of float32 logits."""
 
@@ -162,6 +165,21 @@ def test_kernels_give_the_cpus_logits_within_bf16_however_the_prompt_is_cut(
         fresh(driver)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_scores_by_fp8_keys_move_logits_little(checkpoint: MakeCheckpoint, name: str) -> None:
+    tokens = prompt(160, seed=3, vocab=256)
+    expected = all_logits(cpu_driver(checkpoint(name)), tokens)
+    drivers = [cuda_driver(checkpoint(name), index_dtype=kind) for kind in ("auto", "float8_e4m3fn")]
+    for chunk in (1000, 37, 16):
+        by_keys, by_copies = (all_logits(driver, tokens, chunk) for driver in drivers)
+        assert float(token_errors(by_copies, expected).median()) < FP8_SCORES_BOUND
+        # Who sees no more rows than are chosen is not scored.
+        assert torch.equal(by_keys[: NUM_UNCHOSEN[name]], by_copies[: NUM_UNCHOSEN[name]])
+        assert not torch.equal(by_keys, by_copies)
+        for driver in drivers:
+            fresh(driver)
+
+
 LENGTHS = [1, 5, 23, 24, 25, 70, 100]
 NUM_TOKENS = 20
 
@@ -217,9 +235,11 @@ def test_prefix_hits_and_mixed_steps_stay_near_the_cpu(checkpoint: MakeCheckpoin
     assert hit[0] == mixed[0] == whole[0]
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_transferred_blocks_go_on_with_the_same_tokens(checkpoint: MakeCheckpoint, name: str) -> None:
-    source, target = cuda_driver(checkpoint(name)), cuda_driver(checkpoint(name))
+@pytest.mark.parametrize(
+    ("name", "index_dtype"), [*((name, "auto") for name in LATENT), ("glm_moe_dsa", "float8_e4m3fn")]
+)
+def test_transferred_blocks_go_on_with_the_same_tokens(checkpoint: MakeCheckpoint, name: str, index_dtype: str) -> None:
+    source, target = (cuda_driver(checkpoint(name), index_dtype=index_dtype) for _ in range(2))
     target.free_blocks.reverse()
     tokens = prompt(80, seed=4, vocab=256)
     for driver in (source, target):
@@ -325,6 +345,7 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(checkpoint: MakeCheckpo
         ({"kv_dtype": "float8_e4m3fn"}, "kv_dtype = 'float8_e4m3fn'"),
         ({"kv_dtype": "bfloat16", "weights": "int8"}, "weights = 'int8'"),
         ({"kv_dtype": "bfloat16", "batch_invariant": True}, "batch_invariant"),
+        ({"kv_dtype": "bfloat16", "index_dtype": "float8_e4m3fn"}, "has no such indexer"),
     ):
         with pytest.raises(CudaUnavailable, match=reason):
             start_runner(settings(latent, device="cuda", **fields), TensorParallel())

@@ -28,6 +28,8 @@ from tidemill_engine.layers.rotary import pairs_to_halves, rotate
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 BF16_BOUND = 8e-3
+FP8_BOUND = 0.07 if DEVICE == "cpu" else 0.04
+"""Of values with three bits behind the point; the interpreter cuts the others off."""
 BLOCK = 16
 NAN = float("nan")
 Choose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
@@ -180,17 +182,19 @@ def test_latents_are_normed_turned_and_stored(interleaved: bool) -> None:
     assert int(layer.isnan().all(-1).sum()) == layer.shape[0] * BLOCK - tokens
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_index_keys_are_layer_normed_turned_and_stored(interleaved: bool) -> None:
+def test_index_keys_are_layer_normed_turned_and_stored(interleaved: bool, fp8: bool) -> None:
     tokens, heads, dim, rope = 7, 5, 64, 16
     q, key = random(tokens, heads, dim), random(tokens, dim) * 0.003
     layer = Rows([160], dim).layer.fill_(NAN)
     positions, blocks = torch.randperm(100)[:tokens], torch.randperm(10)[:tokens]
     angles = torch.rand(128, rope // 2).to(DEVICE) * 6
     norm, bias = torch.rand(dim).to(DEVICE) + 0.5, torch.rand(dim).to(DEVICE)
-    out = store_index(
+    fast = torch.zeros(layer.shape, dtype=torch.uint8).to(DEVICE).view(torch.float8_e4m3fn) if fp8 else None
+    out, scales = store_index(
         q, key, layer, positions.int().to(DEVICE), blocks.int().to(DEVICE), angles.cos(), angles.sin(), (norm, bias),
-        1e-6, interleaved=interleaved,
+        1e-6, interleaved=interleaved, fast_layer=fast,
     )  # fmt: skip
     cos, sin = [part[positions].repeat(1, 2)[:, None] for part in (angles.cpu().cos(), angles.cpu().sin())]
 
@@ -198,11 +202,20 @@ def test_index_keys_are_layer_normed_turned_and_stored(interleaved: bool) -> Non
         part = pairs_to_halves(x[..., :rope]) if interleaved else x[..., :rope]
         return torch.cat([rotate(part, cos, sin), x[..., rope:]], dim=-1)
 
-    assert error(out, turned(q.float().cpu())) < BF16_BOUND
+    if fast is None:
+        assert scales is None
+        assert error(out, turned(q.float().cpu())) < BF16_BOUND
+    else:
+        assert scales is not None
+        assert error(out.float() * scales[..., None], turned(q.float().cpu())) < FP8_BOUND
+        assert float(out.float().abs().amax(-1).min()) == 448
     normed = torch.nn.functional.layer_norm(key.float().cpu(), (dim,), norm.cpu(), bias.cpu(), 1e-6)
     stored = layer[blocks.to(DEVICE), (positions % BLOCK).to(DEVICE)]
     assert error(stored, turned(normed[:, None])[:, 0]) < BF16_BOUND
     assert int(layer.isnan().all(-1).sum()) == layer.shape[0] * BLOCK - tokens
+    if fast is not None and not INTERPRETED:
+        copied = fast.view(torch.uint8)[blocks.to(DEVICE), (positions % BLOCK).to(DEVICE)]
+        assert torch.equal(copied, stored.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -233,6 +246,28 @@ def test_scores_of_single_tokens_and_of_a_chunk() -> None:
         exact = index_scores(q, weights, rows.contents[2][: start + count])
         for i, seen in enumerate(visible):
             assert error(scores[i, :seen], exact[i, :seen]) < BF16_BOUND
+
+
+@pytest.mark.parametrize("one_table", [True, False])
+def test_scores_by_fp8_keys_choose_nearly_the_same_rows(one_table: bool) -> None:
+    heads, dim, top_k, length = 32, 128, 64, 700
+    rows = Rows([length], dim)
+    count = 5 if one_table else 1
+    q, weights = random(count, heads, dim), torch.randn(count, heads).abs().to(DEVICE)
+    visible = list(range(length - count + 1, length + 1))
+    exact = index_scores(q, weights, rows.contents[0])
+    fast = rows.layer.float().nan_to_num(0.0).to(torch.float8_e4m3fn)
+    scales = q.float().abs().amax(-1) / 448
+    fast_q = (q.float() / scales[..., None]).to(torch.float8_e4m3fn)
+    scores = torch.full((count, length), NAN).to(DEVICE)
+    firsts = ints([0] * count)
+    score_rows(
+        fast_q, weights * scales, fast, scores, ints(visible), firsts, rows.indices, top_k, one_table=one_table
+    )  # fmt: skip
+    for i, seen in enumerate(visible):
+        assert error(scores[i, :seen], exact[i, :seen]) < FP8_BOUND
+        expected, chosen = (set(strongest(s[i : i + 1, :seen], top_k)[0].tolist()) for s in (exact, scores.cpu()))
+        assert len(expected & chosen) > 0.85 * top_k
 
 
 @pytest.mark.parametrize("choose", [choose_rows] if INTERPRETED else [choose_rows, choose_by_passes])

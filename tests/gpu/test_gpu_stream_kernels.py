@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from tidemill_engine.attention.compressed import Compressor, _means
 from tidemill_engine.attention.parts import attend_part, merge
 from tidemill_engine.cuda.kernels.hyper import Mixing, collapse, hyper_site, spread_weigh
-from tidemill_engine.cuda.kernels.stream_attend import StreamRows, StreamTiles, attend_streams
+from tidemill_engine.cuda.kernels.stream_attend import StreamRows, StreamTiles, attend_streams, stream_tiles
 from tidemill_engine.cuda.kernels.stream_store import StepTokens, compress, keep, norm_turn
 from tidemill_engine.layers.hyper import HyperConnection, HyperHead, Mixed, spread, unit_rms
 from tidemill_engine.layers.rotary import PairRotary
@@ -193,8 +193,10 @@ def test_runs_become_the_same_rows_however_prompts_are_cut(ratio: int, overlap: 
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("kind", ["window", "all", "chosen"])
-def test_tokens_attend_to_their_window_the_stream_and_a_sink(kind: str, splits: int) -> None:
-    heads, dim, turning, window, ratio, top_k = 5, 32, 8, 12, 4, 6
+@pytest.mark.parametrize(("heads", "dim"), [(5, 32)] if INTERPRETED else [(5, 32), (64, 512), (128, 512)])
+def test_tokens_attend_to_their_window_the_stream_and_a_sink(heads: int, dim: int, kind: str, splits: int) -> None:
+    turning, window, ratio, top_k = dim // 8 if dim > 32 else 8, 12, 4, 6
+    tiles = StreamTiles(16, 4, 2) if dim == 32 else stream_tiles(dim)
     steps = Steps(LENGTHS, PARTS)
     slab = torch.full((steps.num_blocks + 1, 1, 1, BLOCK // ratio, 1, dim), NAN).to(DEVICE, torch.bfloat16)
     layer = slab[:, 0, 0, :, 0]
@@ -219,7 +221,7 @@ def test_tokens_attend_to_their_window_the_stream_and_a_sink(kind: str, splits: 
         stream = StreamRows(layer, ints(visible), chosen.to(DEVICE) if kind == "chosen" else None)
         out = attend_streams(
             asked, rows, rings, window, None if kind == "window" else stream, sinks.to(DEVICE),
-            step_angles(positions, turning), tokens, steps.indptr, steps.indices, splits, StreamTiles(16, 4, 2),
+            step_angles(positions, turning), tokens, steps.indptr, steps.indices, splits, tiles,
         )  # fmt: skip
         keep(rows, rings, window, tokens)
         for t, (position, i) in enumerate(zip(positions.tolist(), owner.tolist(), strict=True)):

@@ -17,6 +17,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     output), fp8_block (for each 128 x 128 values) and int8 (weights only) on CUDA."""
     kv_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "float32"
     """Type of paged KV in the pool; float8_e4m3fn on CUDA only, float32 on CPUs only."""
+    index_dtype: Literal["auto", "float8_e4m3fn"] = "auto"
+    """CUDA, DeepSeek-V3.2 and GLM-5.2: float8_e4m3fn scores rows by FP8 copies of the indexers' keys, which are read in
+    less time; the keys, and what transfers carry, stay as kv_dtype says. "auto": by the keys."""
     batch_invariant: bool = False
     """CUDA: kernels whose results for a request do not depend on what else a step holds; slower."""
     block_size: int = 32

@@ -51,6 +51,7 @@ def engine_settings(settings: WorkerSettings, domain: int, rank: int, run: int, 
         device=settings.device,
         weights=settings.weights,  # type: ignore[arg-type]  # the loader has checked the choices
         kv_dtype=settings.kv_dtype,  # type: ignore[arg-type]
+        index_dtype=settings.index_dtype,  # type: ignore[arg-type]
         batch_invariant=settings.batch_invariant,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,

@@ -22,6 +22,9 @@ class WorkerSettings(ServiceSettings):
     """Form of the weights in memory; fp32 and q4_1 run on CPUs, fp8, fp8_block and int8 on CUDA."""
     kv_dtype: str = setting("float32", choices=("float32", "bfloat16", "float8_e4m3fn"))
     """Type of paged KV in the pool; peers may use another one. float32 is for CPUs, float8_e4m3fn for CUDA."""
+    index_dtype: str = setting("auto", choices=("auto", "float8_e4m3fn"))
+    """CUDA, DeepSeek-V3.2 and GLM-5.2: float8_e4m3fn scores rows by FP8 copies of the indexers' keys, which takes less
+    time at long contexts and chooses a few other rows; what transfers carry stays the same."""
     batch_invariant: bool = False
     """CUDA: a request's output does not depend on what else is computed with it; slower."""
     block_size: int = setting(32, minimum=1, maximum=1024)

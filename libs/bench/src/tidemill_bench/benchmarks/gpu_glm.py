@@ -80,6 +80,35 @@ def part_rows(parts: LatentParts, metric: str, workload: str, machine: str) -> I
         )  # fmt: skip
 
 
+def fp8_score_rows(runner: CudaModelRunner, machine: str, *, quick: bool) -> Iterator[Row]:
+    """The same steps where rows are scored by FP8 copies of their keys."""
+    by_keys, model = runner.paged, runner.cuda_model
+    assert isinstance(model, CudaLatentModel)
+    model.fp8_scores = True
+    runner.paged = model.open_attention(runner.pool, "")  # type: ignore[arg-type]
+    runner.paged.open(runner.inputs)
+    for follow in runner.pool.followers:  # type: ignore[attr-defined]
+        for first in range(0, runner.num_blocks, 1024):
+            end = min(first + 1024, runner.num_blocks)
+            follow(torch.arange(first, end, dtype=torch.int32, device="cuda"))
+    for batch, context in STEPS[:1] if quick else ((1, 131_072), (16, 131_072), (64, 32_768)):
+        parts = decode_parts(runner, batch, context)
+        metric = f"decode step, batch {batch}, context {context}, FP8 scores"
+        yield Row(
+            metric=metric, unit="ms", value=parts.whole, higher_is_better=False, workload=metric, machine=machine
+        )  # fmt: skip
+        yield from part_rows(parts, metric, metric, machine)
+    for start, count in CHUNKS[:1] if quick else CHUNKS[1:]:
+        parts = chunk_parts(runner, start, count)
+        metric = f"chunk of {count} after {start}, FP8 scores"
+        yield Row(
+            metric=metric, unit="ms", value=parts.whole, higher_is_better=False, workload=metric, machine=machine
+        )  # fmt: skip
+        yield from part_rows(parts, metric, metric, machine)
+    runner.pool.followers.clear()  # type: ignore[attr-defined]
+    model.fp8_scores, runner.paged = False, by_keys
+
+
 def measure(options: Options, machine: str) -> Iterator[Row]:
     """All figures."""
     quick = options.quick
@@ -110,6 +139,7 @@ def measure(options: Options, machine: str) -> Iterator[Row]:
         metric, workload = f"chunk of {count} after {start}", f"{count} tokens after {start} cached ones, one prompt"
         yield row(metric, "ms", parts.whole, workload)
         yield from part_rows(parts, metric, workload, machine)
+    yield from fp8_score_rows(runner, machine, quick=quick)
     engine = Engine(settings, runner)
     for length in PROMPTS[:1] if quick else PROMPTS:
         prompts = random_prompts([length] * 3, runner.vocab_size, length)

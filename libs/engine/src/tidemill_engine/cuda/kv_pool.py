@@ -4,7 +4,7 @@ The stream waits for the steps that were started before, not for those that come
 who asks for bytes waits on the host until they are there, and only then tells anyone who could use them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from tidemill_engine.kv_pool import TORCH_DTYPES, KVPool, slab_shape
 
 class CudaKVPool(KVPool):
     """The same slabs as on the CPU."""
+
+    followers: list[Callable[[torch.Tensor], None]]
+    """Told of blocks [blocks] int32 that were written from elsewhere, on the stream that wrote them, before anybody
+    reads them."""
 
     def bind_thread(self) -> None:
         """Lets the calling thread, and UCX on it, use the pool's device."""
@@ -126,6 +130,8 @@ class CudaKVPool(KVPool):
                 else:
                     _as_bytes(slab).index_copy_(0, blocks.long(), _as_bytes(rounded))
                 start += size
+            for follow in self.followers:
+                follow(blocks)
         stream.synchronize()
 
     def gather_into(self, rows: Sequence[np.ndarray], block_ids: Sequence[int], head_start: int, head_end: int) -> None:
@@ -257,6 +263,7 @@ class CudaKVPool(KVPool):
         start, end = group_head_range(self.groups, spec, *self.head_range)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.followers = []
         shape = slab_shape(spec, rows, end - start, self.block_size)
         return torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=self._device)
 
@@ -276,3 +283,9 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)
+
+
+def round_blocks(source: torch.Tensor, target: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Rounds blocks of one slab into another of the same shape."""
+    places = blocks.long()
+    _as_bytes(target).index_copy_(0, places, _as_bytes(_rounded(source.index_select(0, places), target.dtype)))

@@ -17,8 +17,8 @@ from tidemill_engine.cuda.kernels.index_scores import score_rows
 from tidemill_engine.cuda.kernels.latent_chunk import attend_piece
 from tidemill_engine.cuda.kernels.latent_decode import attend_latent, latent_tiles
 from tidemill_engine.cuda.kernels.row_choice import choose_rows
+from tidemill_engine.cuda.kv_pool import CudaKVPool, round_blocks
 from tidemill_engine.cuda.step_inputs import StepInputs
-from tidemill_engine.kv_pool import KVPool
 from tidemill_engine.models.latent import INDEX, LATENT
 
 PIECE_TOKENS = 4096
@@ -45,9 +45,9 @@ class IndexerQueries:
     layer: int
     """Index of its keys in their group."""
     q: torch.Tensor
-    """[tokens, heads, dim] bfloat16."""
+    """[tokens, heads, dim], of the type of the keys that are scored."""
     weights: torch.Tensor
-    """[tokens, heads] float32."""
+    """[tokens, heads] float32, with the queries' scales where they have some."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,18 @@ class _Chunk:
 class LatentPagedAttention:
     """A `StepAttention` over latents and, with an indexer, its keys."""
 
-    def __init__(self, pool: KVPool, num_heads: int, rank: int, top_k: int) -> None:
-        """`top_k` is 0 without an indexer."""
+    def __init__(self, pool: CudaKVPool, num_heads: int, rank: int, top_k: int, *, fp8_scores: bool) -> None:
+        """`top_k` is 0 without an indexer; with `fp8_scores` rows are scored by FP8 copies of their keys, which are
+        nobody else's: what leaves and enters the pool are the keys."""
         latents = pool.slabs[LATENT]
         self._latents = [latents[:, index, 0, :, 0] for index in range(latents.shape[1])]
         keys = pool.slabs[INDEX] if top_k else latents
         self._keys = [keys[:, index, 0, :, 0] for index in range(keys.shape[1])]
+        self._fast_keys: list[torch.Tensor] = []
+        if fp8_scores and top_k:
+            copies = torch.zeros(keys.shape, dtype=torch.float8_e4m3fn, device=keys.device)
+            self._fast_keys = [copies[:, index, 0, :, 0] for index in range(keys.shape[1])]
+            pool.followers.append(lambda blocks: round_blocks(keys, copies, blocks))
         self._block_size = pool.block_size
         self._num_heads, self._rank, self._top_k = num_heads, rank, top_k
         self._tiles = latent_tiles(num_heads, rank)
@@ -117,6 +123,10 @@ class LatentPagedAttention:
     def index_layer(self, index: int) -> torch.Tensor:
         """[blocks, block_size, dim] view of an indexer's keys."""
         return self._keys[index]
+
+    def fast_index_layer(self, index: int) -> torch.Tensor | None:
+        """The same of their FP8 copies, where there are some."""
+        return self._fast_keys[index] if self._fast_keys else None
 
     def fill(self, host: dict[str, np.ndarray], table: PageTable, counts: np.ndarray, num_decode: int) -> int:
         table.write(host)
@@ -285,7 +295,7 @@ class LatentPagedAttention:
         *,
         one_table: bool,
     ) -> torch.Tensor:
-        keys, indices = self._keys[asked.layer], self._inputs["indices"]
+        keys, indices = (self._fast_keys or self._keys)[asked.layer], self._inputs["indices"]
         score_rows(
             asked.q[part], asked.weights[part], keys, scores, visible, firsts, indices, self._top_k,
             one_table=one_table,

@@ -88,9 +88,12 @@ class LatentDeviceLayer:
 class CudaLatentModel:
     """Latents of all layers in one paged group, keys of the layers with an indexer in another; bfloat16."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, kv_dtype: str, make_weight: MakeWeight) -> None:
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, kv_dtype: str, make_weight: MakeWeight, *, fp8_scores: bool
+    ) -> None:
         latent = config.latent
         assert latent is not None
+        self.fp8_scores = fp8_scores
         self.vocab_size = config.vocab_size
         self.context_tokens = config.context_tokens
         self.groups = latent_groups(config, kv_dtype)
@@ -104,7 +107,9 @@ class CudaLatentModel:
 
     def open_attention(self, pool: CudaKVPool, prefill_backend: str) -> LatentPagedAttention:
         """What attends over the pool's blocks; it has one way to compute chunks."""
-        return LatentPagedAttention(pool, self._num_heads, self._latent.kv_rank, self._top_k)
+        return LatentPagedAttention(
+            pool, self._num_heads, self._latent.kv_rank, self._top_k, fp8_scores=self.fp8_scores
+        )
 
     @property
     def matrix_bytes(self) -> int:
@@ -173,7 +178,7 @@ class CudaLatentModel:
         attention: LatentPagedAttention,
     ) -> Chosen:
         shape = indexer.shape
-        q = store_index(
+        q, scales = store_index(
             whole(indexer.q_up(inner)).view(x.shape[0], shape.num_heads, shape.head_dim),
             whole(indexer.key(x)),
             attention.index_layer(layer),
@@ -184,8 +189,9 @@ class CudaLatentModel:
             indexer.key_norm,
             INDEX_EPS,
             interleaved=shape.interleaved,
+            fast_layer=attention.fast_index_layer(layer),
         )
-        weights = whole(indexer.weigh(x)).float() * shape.num_heads**-0.5
+        weights = whole(indexer.weigh(x)).float() * (shape.num_heads**-0.5 if scales is None else scales)
         return attention.choose(IndexerQueries(layer, q, weights))
 
 

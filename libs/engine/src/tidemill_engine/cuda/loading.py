@@ -51,7 +51,8 @@ def _build(config: ModelConfig, tensors: TensorSource, settings: EngineSettings,
     make_linear = LinearMaker(make_weight, batch_invariant=settings.batch_invariant)
     source = WeightSource(tensors, tp, make_linear, TorchElementwise())
     if config.latent is not None:
-        return CudaLatentModel(config, source, settings.kv_dtype, make_weight)
+        fp8_scores = settings.index_dtype == "float8_e4m3fn"
+        return CudaLatentModel(config, source, settings.kv_dtype, make_weight, fp8_scores=fp8_scores)
     if config.streams is not None:
         return CudaStreamModel(config, source, settings.kv_dtype, make_weight)
     return CudaModel(config, source, settings.kv_dtype, make_weight, batch_invariant=settings.batch_invariant)
@@ -70,6 +71,8 @@ def _check(config: ModelConfig, settings: EngineSettings, tp: TensorParallel) ->
         raise CudaUnavailable(
             f"kv_dtype = {settings.kv_dtype!r} does not run on CUDA; there are {', '.join(kv_dtypes)}"
         )
+    if settings.index_dtype != "auto" and config.indexer is None:
+        raise CudaUnavailable(f"index_dtype = {settings.index_dtype!r}: {config.architecture} has no such indexer")
     if settings.batch_invariant and (config.moe is not None or config.latent is not None):
         raise CudaUnavailable("batch_invariant is there for models without experts and latents only")
     if config.moe is not None and settings.weights == "fp8_block":

@@ -92,8 +92,9 @@ def score_rows(
     weights[t, h] * relu(q[t, h] . row) * dim^-0.5.
 
     q [queries, heads, dim] bfloat16, weights [queries, heads] float32, `layer` the pool's [blocks, block_size, dim]
-    view of bfloat16. Query t sees the first visible[t] rows of the blocks from indices[first_pages[t]] on; all int32.
-    With `one_table` all queries read the same blocks and each sees no fewer rows than the one before it."""
+    view of bfloat16; or q and `layer` float8_e4m3fn, with q's scales in the weights. Query t sees the first visible[t]
+    rows of the blocks from indices[first_pages[t]] on; all int32. With `one_table` all queries read the same blocks and
+    each sees no fewer rows than the one before it."""
     num_queries, num_heads, dim = q.shape
     width = scores.shape[1]
     assert layer.stride()[1:] == (dim, 1), "a block of one layer is contiguous"

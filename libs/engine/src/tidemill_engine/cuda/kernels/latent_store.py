@@ -121,6 +121,8 @@ def _store_index(
     q_out,
     key,
     layer,
+    fast_layer,
+    q_scales,
     positions,
     block_ids,
     cos,
@@ -129,11 +131,13 @@ def _store_index(
     bias,
     eps,
     block_stride,
+    fast_stride,
     block_size,
     NUM_HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     INTERLEAVED: tl.constexpr,  # noqa: N803
+    FAST: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
 ):
     if PDL:
@@ -165,13 +169,23 @@ def _store_index(
         x = (x - mean) * scale * tl.load(norm + own) + tl.load(bias + own)
         y = (y - mean) * scale * tl.load(norm + other) + tl.load(bias + other)
         block = tl.load(block_ids + token).to(tl.int64)
-        target = layer + block * block_stride + (position % block_size) * DIM
-        tl.store(target + dims, (x * c + y * s).to(layer.dtype.element_ty))
+        offset = (position % block_size) * DIM + dims
+        made = (x * c + y * s).to(layer.dtype.element_ty)
+        tl.store(layer + block * block_stride + offset, made)
+        if FAST:
+            # A rounding of what is kept, so that blocks that come from elsewhere have the same.
+            rounded = tl.clamp(made.to(tl.float32), -448.0, 448.0).to(tl.float8e4nv)
+            tl.store(fast_layer + block * fast_stride + offset, rounded)
     else:
         at = (token * NUM_HEADS + program - 1) * DIM
         x = tl.load(q + at + own).to(tl.float32)
         y = tl.load(q + at + other).to(tl.float32)
-        tl.store(q_out + at + dims, (x * c + y * s).to(q_out.dtype.element_ty))
+        turned = x * c + y * s
+        if FAST:
+            scale = tl.maximum(tl.max(tl.abs(turned), axis=0), 1e-12) / 448.0
+            tl.store(q_scales + token * NUM_HEADS + program - 1, scale)
+            turned = turned / scale
+        tl.store(q_out + at + dims, turned.to(q_out.dtype.element_ty))
 
 
 def store_index(
@@ -186,18 +200,27 @@ def store_index(
     eps: float,
     *,
     interleaved: bool,
-) -> torch.Tensor:
-    """Returns q [tokens, heads, dim] with the first values of each head turned. The layer-normed (weight and bias
+    fast_layer: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns q [tokens, heads, dim] with the first values of each head turned. With `fast_layer`, a view like `layer`
+    of float8_e4m3fn, it takes the key's rounding, and q is of that type too: then its scales, float32 [tokens, heads],
+    come beside it. The layer-normed (weight and bias
     float32) and turned key [tokens, dim] goes into `layer`, the pool's [blocks, block_size, dim] view. cos and sin are
     [context, turning values / 2] float32, positions and block_ids int32."""
     tokens, num_heads, dim = q.shape
     assert layer.stride()[1:] == (dim, 1), "a block of one layer is contiguous"
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=q.dtype if fast_layer is None else fast_layer.dtype)
+    scales = None
+    if fast_layer is not None:
+        assert fast_layer.stride()[1:] == (dim, 1), "a block of one layer is contiguous"
+        scales = torch.empty((tokens, num_heads), dtype=torch.float32, device=q.device)
     _store_index[(tokens, 1 + num_heads)](
         q,
         out,
         key,
         layer,
+        layer if fast_layer is None else fast_layer,
+        out if scales is None else scales,
         positions,
         block_ids,
         cos,
@@ -205,12 +228,14 @@ def store_index(
         *norm,
         eps,
         layer.stride(0),
+        0 if fast_layer is None else fast_layer.stride(0),
         layer.shape[1],
         NUM_HEADS=num_heads,
         DIM=dim,
         HALF=cos.shape[1],
         INTERLEAVED=interleaved,
+        FAST=fast_layer is not None,
         num_warps=1,
         **dependent(),
     )
-    return out
+    return out, scales
