@@ -48,29 +48,38 @@ EXPORT void tm_store_kv(const Layer *l, const float *k, const float *v, int stri
         }
 }
 
-#define AHEAD 8  // tokens whose bytes are asked for before they are needed
+#define RUN_TOKENS LANES  // so few that a run and the next one stay in the first cache
 
-// A run of tokens in one block, for one KV head.
+// Some tokens in one block, with all KV heads beside each other. While a run is met the next one's bytes are asked for.
 typedef struct {
     const uint8_t *at;
-    int64_t step;  // bytes from token to token
+    int64_t step;   // bytes from token to token
+    int64_t ahead;  // bytes to the next run
     int count;
 } Run;
 
-INLINE Run run_of(const Layer *l, const uint8_t *base, const int64_t *table, int first, int length, int head) {
-    int count = l->block_size < length - first ? l->block_size : length - first;
-    return (Run){place(l, base, table[first / l->block_size], 0, head), l->token_stride * (l->bf16 ? 2 : 4), count};
+INLINE int run_length(const Layer *l, int first, int length) {
+    int count = l->block_size - first % l->block_size;
+    count = count < RUN_TOKENS ? count : RUN_TOKENS;
+    return count < length - first ? count : length - first;
+}
+
+INLINE Run run_of(const Layer *l, const uint8_t *base, const int64_t *table, int first, int length) {
+    int count = run_length(l, first, length), next = first + count;
+    const uint8_t *at = place(l, base, table[first / l->block_size], first % l->block_size, 0), *ahead = at;
+    if (next < length) ahead = place(l, base, table[next / l->block_size], next % l->block_size, 0);
+    return (Run){at, l->token_stride * (l->bf16 ? 2 : 4), ahead - at, count};
 }
 
 // scores[g][t] = q[g] . key[t] for a run's tokens; `scores` has `length` values a row.
-INLINE void score_run(const int bf16, const int group, Run run, const float *q, int dim, float *scores, int length) {
-    for (int t = 0; t < run.count; t++) {
-        const uint8_t *key = run.at + t * run.step;
+INLINE void score_run(const int bf16, const int group, const uint8_t *key, Run run, const float *q, int dim,
+                      float *scores, int length) {
+    for (int t = 0; t < run.count; t++, key += run.step) {
         vf sums[MAX_GROUP];
 #pragma GCC unroll 16
         for (int g = 0; g < group; g++) sums[g] = (vf){0};
         for (int i = 0; i < dim; i += LANES) {
-            __builtin_prefetch(key + AHEAD * run.step + i * (bf16 ? 2 : 4));
+            __builtin_prefetch(key + run.ahead + i * (bf16 ? 2 : 4));
             vf k = load_kv(key, i, bf16);
 #pragma GCC unroll 16
             for (int g = 0; g < group; g++) sums[g] += k * load(q + g * dim + i);
@@ -81,19 +90,18 @@ INLINE void score_run(const int bf16, const int group, Run run, const float *q, 
 }
 
 // out[g] += sum over a run's tokens of score[g][t] * value[t], for `parts` vectors from input i on.
-INLINE void weigh_run(const int bf16, const int group, const int parts, Run run, int i, const float *scores,
-                      int length, float *out, int dim) {
+INLINE void weigh_run(const int bf16, const int group, const int parts, const uint8_t *value, Run run, int i,
+                      const float *scores, int length, float *out, int dim) {
     vf sums[MAX_GROUP][4];
 #pragma GCC unroll 16
     for (int g = 0; g < group; g++)
 #pragma GCC unroll 4
         for (int p = 0; p < parts; p++) sums[g][p] = load(out + g * dim + i + p * LANES);
-    for (int t = 0; t < run.count; t++) {
-        const uint8_t *value = run.at + t * run.step;
+    for (int t = 0; t < run.count; t++, value += run.step) {
         vf v[4];
 #pragma GCC unroll 4
         for (int p = 0; p < parts; p++) {
-            __builtin_prefetch(value + AHEAD * run.step + (i + p * LANES) * (bf16 ? 2 : 4));
+            __builtin_prefetch(value + run.ahead + (i + p * LANES) * (bf16 ? 2 : 4));
             v[p] = load_kv(value, i + p * LANES, bf16);
         }
 #pragma GCC unroll 16
@@ -126,32 +134,37 @@ static float exponentials(float *row, int length, float scale) {
     return total;
 }
 
-// One token of one sequence against its context, for the query heads of KV heads [head, end). Block by block with all
+// One token of one sequence against its context, for the query heads of KV heads [head, end). Run by run with all
 // heads, so that the pool is read once, in order. scores: [heads * group][length].
 INLINE void decode_row(const Layer *l, const int bf16, const int group, const float *q, const int64_t *table,
                        int length, int head, int end, float scale, float *scores, float *out) {
-    int dim = l->dim, per_head = group * dim;
+    int dim = l->dim, per_head = group * dim, head_bytes = dim * (bf16 ? 2 : 4);
     size_t score_rows = (size_t)group * length;
-    for (int first = 0; first < length; first += l->block_size)
+    for (int first = 0; first < length; first += run_length(l, first, length)) {
+        Run run = run_of(l, l->keys, table, first, length);
         for (int h = head; h < end; h++) {
-            Run run = run_of(l, l->keys, table, first, length, h);
-            score_run(bf16, group, run, q + h * per_head, dim, scores + (h - head) * score_rows + first, length);
+            float *at = scores + (h - head) * score_rows + first;
+            score_run(bf16, group, run.at + h * head_bytes, run, q + h * per_head, dim, at, length);
         }
+    }
     for (int row = 0; row < (end - head) * group; row++) {
         float *at = scores + (size_t)row * length;
         float inverse = 1.0f / exponentials(at, length, scale);
         for (int t = 0; t < length; t++) at[t] *= inverse;
     }
     memset(out + head * per_head, 0, (end - head) * per_head * sizeof *out);
-    for (int first = 0; first < length; first += l->block_size)
+    for (int first = 0; first < length; first += run_length(l, first, length)) {
+        Run run = run_of(l, l->values, table, first, length);
         for (int h = head; h < end; h++) {
-            Run run = run_of(l, l->values, table, first, length, h);
+            const uint8_t *value = run.at + h * head_bytes;
             const float *at = scores + (h - head) * score_rows + first;
+            float *to = out + h * per_head;
             int i = 0;
             for (; i + 4 * LANES <= dim; i += 4 * LANES)
-                weigh_run(bf16, group, 4, run, i, at, length, out + h * per_head, dim);
-            for (; i < dim; i += LANES) weigh_run(bf16, group, 1, run, i, at, length, out + h * per_head, dim);
+                weigh_run(bf16, group, 4, value, run, i, at, length, to, dim);
+            for (; i < dim; i += LANES) weigh_run(bf16, group, 1, value, run, i, at, length, to, dim);
         }
+    }
 }
 
 #define DECODE_GROUP(BF16, GROUP)                                                                                    \
