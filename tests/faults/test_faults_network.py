@@ -24,7 +24,7 @@ STEP_S = 3600.0
 STEP_BOUND_S = 600.0
 LONG_SILENCE = "--silent-s=3600"
 """So that no probe meets the line meanwhile, however slow the machine is."""
-SHORT_SILENCE = "--silent-s=20"
+SHORT_SILENCE = "--silent-s=40"
 """As long as it takes to be seen."""
 ROUNDS = 3
 """A process that a busy machine did not run for liveness_s is left by its streams, and its lease may end."""

@@ -215,7 +215,7 @@ class HostPool:
 
     def _spread(self, work: Callable[[Sequence[T]], R], items: Sequence[T]) -> list[Future[R]]:
         """Gives pieces of the items, one for each block, to the threads."""
-        size = max(1, _PIECE_BYTES // self.block_bytes)
+        size = max(1, _PIECE_BYTES // max(1, self.block_bytes))
         return [self._hashers.submit(work, items[start : start + size]) for start in range(0, len(items), size)]
 
     def _joined(self, slots: Sequence[int], snapshot_slots: Sequence[int]) -> Bytes:

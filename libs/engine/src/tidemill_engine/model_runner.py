@@ -101,7 +101,8 @@ class ModelRunner:
         self.pool.reset_slot(0)
 
     def _load(self, settings: EngineSettings) -> ModelShape:
-        loaded = load_model(Path(settings.model_dir), settings.weights, settings.kv_dtype, self.tp)
+        form = settings.weights, settings.kv_dtype
+        loaded = load_model(Path(settings.model_dir), *form, self.tp, index_dtype=settings.index_dtype)
         self.model = loaded.model
         self.backend = loaded.backend
         self._make_attention = loaded.make_attention

@@ -269,7 +269,7 @@ def _is_plain(command: SendKV | RecvKV) -> bool:
         in_memory = command.from_host
     else:
         in_memory = command.to_host or bool(command.block_checksums or command.piece.checksum)
-    return not (in_memory or command.per_block_snapshots or command.snapshot_ids)
+    return not (in_memory or command.sequence_slot >= 0 or command.per_block_snapshots or command.snapshot_ids)
 
 
 def _leading_good(data: Bytes, sizes: list[int], checksums: list[int]) -> tuple[int, int]:

@@ -199,6 +199,16 @@ async def test_a_cancel_before_the_bytes_is_answered_at_once(peers):
     assert (await target.answers.get()).error.code == "CANCELLED"
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"sequence_slot": 0}, {"snapshot_ids": [1]}, {"per_block_snapshots": True}], ids=str
+)
+def test_only_blocks_alone_go_from_device_to_device(more: dict[str, Any]):
+    """Gathering and scattering on a device take no state and no snapshot."""
+    of_piece = PieceSpec("tcp://127.0.0.1:1/x", 5, 0, 1, BLOCK_BYTES)
+    for command in (SendKV(1, [2], of_piece, 10.0, **more), RecvKV(1, [2], of_piece, 10.0, "float32", **more)):
+        assert rank_transfers._is_plain(command) == (not more)
+
+
 async def test_no_transfer_outlasts_the_ranks_limit(peers):
     target = Peer(peers[1].agent, limit_s=0.1)
     target.transfers.start(RecvKV(1, [6], piece(peers[0], 5, 1), 1000.0, "float32"))

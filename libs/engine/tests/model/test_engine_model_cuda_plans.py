@@ -94,6 +94,8 @@ def test_a_block_scaled_checkpoint_comes_back_as_it_was() -> None:
 def test_cpus_refuse_what_only_cuda_runs(tiny: Callable[..., Path], weights: str, kv_dtype: str) -> None:
     with pytest.raises(CheckpointError, match="runs on CUDA only"):
         load_model(tiny("llama"), weights, kv_dtype, TensorParallel())
+    with pytest.raises(CheckpointError, match="index_dtype = 'float8_e4m3fn' runs on CUDA only"):
+        load_model(tiny("llama"), "auto", "float32", TensorParallel(), index_dtype="float8_e4m3fn")
 
 
 def test_kernels_of_another_generation_are_named() -> None:

@@ -112,6 +112,24 @@ def test_nvfp4_has_a_scale_for_sixteen_values_and_a_factor_for_all(tmp_path: Pat
     assert outline.Outline(tmp_path).take("a.weight", (48, 96)).shape == (48, 96)
 
 
+def test_nvfp4_without_its_factor_is_refused(tmp_path: Path) -> None:
+    tensors, _ = nvfp4_tensors("a.weight", torch.ones(48, 96), "modelopt")
+    del tensors["a.weight_scale_2"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for source in (Checkpoint(tmp_path), outline.Outline(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"neither a\.weight_scale_2 nor .* is there, the factor"):
+            source.take("a.weight", (48, 96))
+
+
+@pytest.mark.parametrize("shape", [[], [1], [2, 2, 1]])
+def test_scales_that_are_not_one_for_each_block_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    tensors = {"a.weight": torch.ones(256, 256).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(shape)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for source in (Checkpoint(tmp_path), outline.Outline(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"a\.weight_scale has shape .*, expected a scale for each block"):
+            source.take("a.weight", (256, 256))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
 def test_an_nvfp4_checkpoint_equals_its_dequantised_copy(

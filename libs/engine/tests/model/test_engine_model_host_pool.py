@@ -40,8 +40,8 @@ def make_pool(seed: int) -> KVPool:
     return pool
 
 
-def make_host(pool: KVPool) -> HostPool:
-    return HostPool(pool, GROUPS, (0, 1), block_size=2, dtype="float32", memory_bytes=4096)
+def make_host(pool: KVPool, threads: int = 1) -> HostPool:
+    return HostPool(pool, GROUPS, (0, 1), block_size=2, dtype="float32", memory_bytes=4096, threads=threads)
 
 
 @settings(max_examples=30, deadline=None)
@@ -97,10 +97,14 @@ def test_memory_is_shared_out_as_blocks_and_the_snapshots_that_they_need() -> No
     assert 0 <= 4096 - used < 2 * host.block_bytes + host.snapshot_bytes
 
 
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("part", ["block", "snapshot"])
-def test_a_flipped_byte_in_a_slot_ends_the_load_before_it(part: str) -> None:
+def test_a_flipped_byte_in_a_slot_ends_the_load_before_it(
+    part: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pool, "_PIECE_BYTES", 1)
     pool = make_pool(1)
-    host = make_host(pool)
+    host = make_host(pool, threads)
     host.save([0, 1, 2], [0, 1, 2], [-1, 3, -1], [-1, 0, -1])
     damaged = host._blocks[1] if part == "block" else host._snapshots[0]
     damaged[3] ^= 1

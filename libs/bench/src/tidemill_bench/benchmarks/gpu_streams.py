@@ -182,7 +182,9 @@ def measure(options: Options, machine: str) -> Iterator[Row]:
     del engine, runner
     gc.collect()
     torch.cuda.empty_cache()
-    workload = f"{SHORT_SHAPE}: {PLAIN_ROWS} rows at context {PLAIN_CONTEXT}, wall clock"
+    workload = (
+        f"{SHORT_SHAPE}: {PLAIN_ROWS} rows at context {PLAIN_CONTEXT}, wall clock, graphs where there are kernels"
+    )
     for name, steps in (("kernels, bfloat16", own_steps_ms), ("plain torch, float32", plain_steps_ms)):
         decode, chunk = steps()
         gc.collect()

@@ -23,5 +23,7 @@ def require_reference(config: ModelConfig, settings: EngineSettings, tp: TensorP
         raise CudaUnavailable(f"{by} weights = {settings.weights!r}; there are {', '.join(REFERENCE_WEIGHTS)}")
     if settings.kv_dtype not in REFERENCE_KV_DTYPES:
         raise CudaUnavailable(f"{by} kv_dtype = {settings.kv_dtype!r}; there are {', '.join(REFERENCE_KV_DTYPES)}")
+    if settings.index_dtype != "auto":
+        raise CudaUnavailable(f"{by} index_dtype = {settings.index_dtype!r}")
     if settings.batch_invariant:
         raise CudaUnavailable(f"{by} batch-invariant mode")

@@ -95,11 +95,23 @@ class Checkpoint:
         scales = next((s for s in scale_names(stored) if s in self._path_of), None)
         if scales is None:
             raise CheckpointError(f"tensor {scale_names(stored)[0]}, the scales of {stored}, is missing")
+        self._check_scales(stored, scales)
         divisor = packed if axis == 1 else 1
         values = self._read(part, axis, start // divisor, end // divisor)
         whole = self._unpack(values) if packed == 2 else values
         first = (start, 0) if axis == 0 else (0, start)
         return self._dequantise(stored, whole, self._slice(scales), (rows, columns), first)
+
+    def _check_scales(self, stored: str, scales: str) -> None:
+        part = self._slice(scales)
+        if len(part.get_shape()) != 2:
+            raise CheckpointError(
+                f"tensor {scales} has shape {list(part.get_shape())}, expected a scale for each block"
+            )
+        # NVFP4, whose scales count in a unit that is stored apart.
+        if part.get_dtype() == FP8_DTYPE and not any(name in self._path_of for name in factor_names(stored)):
+            names = " nor ".join(factor_names(stored))
+            raise CheckpointError(f"neither {names} is there, the factor of all scales of {stored}")
 
     def _unpack(self, values: torch.Tensor) -> torch.Tensor:
         return unpack_fp4(values)

@@ -48,10 +48,12 @@ class LoadedModel:
     backend: str
 
 
-def load_model(model_dir: Path, weights: str, kv_dtype: str, tp: TensorParallel) -> LoadedModel:
+def load_model(
+    model_dir: Path, weights: str, kv_dtype: str, tp: TensorParallel, *, index_dtype: str = "auto"
+) -> LoadedModel:
     """Raises CheckpointError for what is missing or unknown, ValueError for a size that tp_size does not divide."""
     config = read_config(model_dir)
-    for name, value in (("weights", weights), ("kv_dtype", kv_dtype)):
+    for name, value in (("weights", weights), ("kv_dtype", kv_dtype), ("index_dtype", index_dtype)):
         if value in CUDA_ONLY:
             raise CheckpointError(f"{name} = {value!r} runs on CUDA only")
     checkpoint = Checkpoint(model_dir, names_of(config.architecture))

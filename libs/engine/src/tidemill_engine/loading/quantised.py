@@ -12,7 +12,7 @@ from tidemill_engine.loading.errors import CheckpointError
 
 FP8_DTYPE = "F8_E4M3"
 FP4_DTYPES = ("I8", "U8", "F4")
-BLOCK_LENGTHS = (128, 64, 32)
+BLOCK_LENGTHS = (128, 64, 32, 16)
 PACKED = "_packed"
 """What compressed-tensors appends to the names of matrices of two values in a byte."""
 _FP4_SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -113,7 +113,8 @@ def _parse(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     method, form = quantised.get("quant_method", "fp8"), quantised.get("quant_algo") or quantised.get("format")
     if method != "fp8" and (method, form) not in NVFP4:
         known = ", ".join(f"{method!r} with {form!r}" for method, form in NVFP4)
-        raise CheckpointError(f"quant_method {method!r} is not supported, only 'fp8' (with FP4 experts), {known}")
+        given = f"{method!r} with {form!r}" if form else f"{method!r}"
+        raise CheckpointError(f"quant_method {given} is not supported, only 'fp8' (with FP4 experts), {known}")
     if raw.get("use_sliding_window"):
         raise CheckpointError("use_sliding_window is not supported")
     if architecture == "MixtralForCausalLM" and raw.get("sliding_window"):

@@ -44,7 +44,8 @@ class Growth:
 
     def add(self, request: Request) -> None:
         """The request was admitted."""
-        if self._blocks is not None and cover.is_growing(request):
+        assert self._blocks is not None, "an admission asks first"
+        if cover.is_growing(request):
             self._blocks += cover.headroom_blocks(self._state, request)
 
 

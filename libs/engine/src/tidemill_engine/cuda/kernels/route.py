@@ -123,6 +123,7 @@ def route(
     """Weights float32 and experts int64, both [tokens, top_k], for logits [tokens, experts] float32; of equal ones the
     earlier expert. bias [experts] float32 is added for the choice only; a table [vocab, top_k] int64 chooses by
     token_ids [tokens] instead."""
+    assert (table is None) == (token_ids is None)
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
     experts = torch.empty((tokens, routing.top_k), dtype=torch.int64, device=logits.device)
