@@ -217,8 +217,8 @@ async def test_an_endpoint_that_fails_before_its_link_costs_no_message(size):
     async def move(tag: int) -> None:
         out = np.zeros(size, np.uint8)
         await asyncio.gather(
-            sender.send(receiver.address, tag, np.ones(size, np.uint8), 60.0),
-            receiver.recv(sender.address, tag, out, 60.0),
+            sender.send(receiver.address, tag, np.ones(size, np.uint8), 300.0),
+            receiver.recv(sender.address, tag, out, 300.0),
         )
         assert out.all()
 

@@ -1,5 +1,6 @@
 """With L3's policy "on_eviction", what L2 is about to evict goes to kvstore before it does."""
 
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from emulated_rank import GROUP, ready
 from tidemill_engine.settings import EngineSettings
 from tidemill_kvcache.runs import RemovedRun
 from tidemill_worker.domain_tiers import L2_COLD_SHARE, LOOKS, DomainTiers
-from tidemill_worker.l2_slots import L2Block
+from tidemill_worker.l2_slots import L2Block, L2Slots
 from tidemill_worker.residents import StoredBlock, Tenants
 from tidemill_worker.settings import WorkerSettings
 
@@ -19,14 +20,40 @@ CHAIN = 3
 QUEUE = 6
 
 
-async def test_all_that_leaves_l2_was_offered_before_and_few_looks_find_it() -> None:
+def make_tiers(l3: Counter[str]) -> DomainTiers:
+    """Of a worker without ranks; its counts of L3's blocks go to `l3`."""
     rank = msgspec.structs.replace(ready(EngineSettings(model_dir=".")), kv_groups=[GROUP], num_host_blocks=SLOTS)
     worker: Any = SimpleNamespace(
         settings=WorkerSettings(l2_policy="off", l3_policy="on_eviction", l3_queue_blocks=QUEUE),
-        counts=SimpleNamespace(l2_blocks=lambda *_: None, l3_blocks=lambda *_: None),
+        counts=SimpleNamespace(l2_blocks=lambda *_: None, l3_blocks=lambda what, count: l3.update({what: count})),
     )
     domain: Any = SimpleNamespace(index=0, epoch="e", up=True, ready=[rank])
-    tiers = DomainTiers(worker, domain, SimpleNamespace(usable=dict), Tenants(), lambda *_: None)  # type: ignore[arg-type]
+    return DomainTiers(worker, domain, SimpleNamespace(usable=dict), Tenants(), lambda *_: None)  # type: ignore[arg-type]
+
+
+def fill(slots: L2Slots, number: int, parent: bytes = b"") -> bytes:
+    """A block comes to L2; its hash."""
+    made = slots.reserve(StoredBlock(parent, number.to_bytes(16), False, "t", number % CHAIN + 1), with_snapshot=False)
+    assert made is not None
+    slots.filled(made)
+    return made.block_hash
+
+
+async def test_what_leaves_l2_while_l3_takes_nothing_is_counted() -> None:
+    counted: Counter[str] = Counter()
+    tiers = make_tiers(counted)
+    try:
+        # Nobody takes from the queue, as nothing else has its turn meanwhile.
+        for number in range(4 * SLOTS):
+            fill(tiers.l2.slots, number)
+            tiers.step_done()
+        assert counted["dropped"] == tiers.l2.slots.unoffered_blocks == 3 * SLOTS - QUEUE
+    finally:
+        await tiers.close()
+
+
+async def test_all_that_leaves_l2_was_offered_before_and_few_looks_find_it() -> None:
+    tiers = make_tiers(Counter())
     slots, coldest, looks = tiers.l2.slots, tiers.l2.slots.coldest, 0
     offered: list[bytes] = []
     gone: list[bytes] = []
@@ -45,11 +72,7 @@ async def test_all_that_leaves_l2_was_offered_before_and_few_looks_find_it() -> 
         parent = b""
         for number in range(4 * SLOTS):
             parent = b"" if number % CHAIN == 0 else parent
-            block = StoredBlock(parent, number.to_bytes(16), False, "t", number % CHAIN + 1)
-            made = slots.reserve(block, with_snapshot=False)
-            assert made is not None
-            slots.filled(made)
-            parent = block.block_hash
+            parent = fill(slots, number, parent)
             for _ in range(3):
                 # Steps in which nothing comes.
                 tiers.step_done()

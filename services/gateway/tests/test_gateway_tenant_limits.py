@@ -269,3 +269,29 @@ async def test_two_gateways_share_a_tenants_limit(bare_mesh, tmp_path):
                 await asyncio.sleep(0.02)
     first_drain.request()
     await first_task
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_what_gateways_used_while_they_did_not_hear_each_other_is_no_debt_afterwards(replayed):
+    clock, share = Clock(), [1.0]
+    table = LimitTable(TenantLimits(), {"acme": TenantLimits(requests_per_minute=60)})
+    gateways = [Budgets(table, clock, lambda: share[0]) for _ in range(2)]
+    exchange(*gateways)
+    share[0] = 0.5
+    kept = []
+    for _ in range(600):
+        clock.now += 1.0
+        for gateway in gateways:
+            refusal(gateway)
+            gateway.forget(9.0, [("g0", "one"), ("g1", "one")])
+        kept.append(gateways[1].report())
+    share[0] = 1.0
+    if replayed:
+        for report in kept:
+            gateways[0].hear(("g1", "one"), report)
+    exchange(*gateways)
+    for gateway in gateways:
+        error = refusal(gateway)
+        assert error is None or error.retry_after_s <= 61.0
+    clock.now += 61.0
+    assert refusal(gateways[0]) is None

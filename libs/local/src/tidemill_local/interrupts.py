@@ -24,12 +24,15 @@ def deferred() -> Iterator[None]:
     # What is ignored stays so, also in what the block starts; None is a handler that Python cannot put back.
     handlers = {number: signal.getsignal(number) for number in ENDING}
     replaced = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
-    for number in replaced:
-        signal.signal(number, keep)
     try:
+        for number in replaced:
+            signal.signal(number, keep)
         yield
     finally:
+        # One that comes while they are put back must not keep the others from it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, replaced)
         for number, handler in replaced.items():
             signal.signal(number, handler)
         for caught_number in caught:
             os.kill(os.getpid(), caught_number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, replaced)

@@ -243,7 +243,7 @@ class WorkerBody:
         self.worker.counts.state(self._holds(), [domain.up for domain in self.worker.domains])
         self.worker.counts.l2_use(self._tiers.l2_use())
         self.worker.counts.quarantined(len(self.worker.quarantine.sources()))
-        self.worker.counts.silent(len(self.worker.silent.sources()))
+        self.worker.counts.silent(len(self.worker.silent.pairs()))
         self._tier_alarm.look()
 
     def _first_ready(self, domain: Domain) -> None:

@@ -33,6 +33,7 @@ class DomainTiers:
         tell: Callable[[Domain, list[CacheEvent]], None],
     ) -> None:
         settings = worker.settings
+        self._worker = worker
         self.domain = domain
         self._epoch = domain.epoch
         self._has_sequence_state = shape_of(domain.ready[0], settings.block_size).has_sequence_state
@@ -45,6 +46,8 @@ class DomainTiers:
         self._l3_follows_l2 = settings.l3_policy == "on_eviction" and self.l2.enabled
         self._look_at = 0
         """Blocks that have come to L2 before it is looked at again."""
+        self._unoffered = 0
+        """Blocks of L2 that left while L3's queue was full, as far as they are counted."""
 
     @property
     def ended(self) -> bool:
@@ -98,6 +101,8 @@ class DomainTiers:
         slots = self.l2.slots
         if not self._l3_follows_l2 or slots.filled_blocks < self._look_at:
             return
+        self._worker.counts.l3_blocks("dropped", slots.unoffered_blocks - self._unoffered)
+        self._unoffered = slots.unoffered_blocks
         if len(slots) * L2_COLD_SHARE >= slots.num_slots * (L2_COLD_SHARE - 1):
             ahead = max(1, slots.num_slots // L2_COLD_SHARE)
             self._look_at = slots.filled_blocks + max(1, ahead // LOOKS)

@@ -93,9 +93,9 @@ async def _fetch(worker: Worker, live: LiveRequest, domain: Domain, wanted: mess
         layout=layout_of(domain.ready, worker.settings.block_size),
         deadline_s=deadline_s,
     )
-    attempt = worker.silent.begins(to_domain_id(source.domain))
     stub = transfer_pb2_grpc.TransferServiceStub(worker.channels.get(source.endpoint))
     call = stub.Pull(request, timeout=max(0.01, deadline_s))
+    attempt = worker.silent.begins(worker.domain_id(domain), to_domain_id(source.domain))
     try:
         async with asyncio.TaskGroup() as group:
             async for response in call:

@@ -43,6 +43,8 @@ class L2Slots:
         self.num_slots = num_blocks
         self.filled_blocks = 0
         self.evicted_blocks = 0
+        self.unoffered_blocks = 0
+        """Of these, those that L3 was not told of."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._blocks: dict[bytes, L2Block] = {}
@@ -215,6 +217,7 @@ class L2Slots:
             if self._is_current(entry):
                 self._remove(entry[2])
                 self.evicted_blocks += 1
+                self.unoffered_blocks += not entry[2].offered_down
                 return True
         return False
 

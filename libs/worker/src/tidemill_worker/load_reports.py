@@ -38,7 +38,7 @@ class LoadReporter:
 
     def publish_all(self) -> None:
         """Publishes the latest sample of each domain that is up; one that says nothing new only now and then."""
-        shut_out: list[object] = [*self._worker.quarantine.sources(), *self._worker.silent.sources()]
+        shut_out: list[object] = [*self._worker.quarantine.sources(), *self._worker.silent.pairs()]
         news = self._worker.draining != self._was_draining or shut_out != self._had_shut_out
         self._was_draining, self._had_shut_out = self._worker.draining, shut_out
         for domain, sample in self.samples():
@@ -103,7 +103,7 @@ class LoadReporter:
             slo_tpot_s=worker.settings.slo_tpot_s,
             context_tokens=sample.context_tokens,
             quarantined=worker.quarantine.sources(),
-            silent=[from_domain_id(source) for source in worker.silent.sources()],
+            silent=[from_domain_id(source) for source in worker.silent.sources(worker.domain_id(domain))],
             step_cost=to_message(StepCost(*sample.step_cost)) if sample.step_cost else None,
         )
 

@@ -1,7 +1,7 @@
 """Sources whose bytes do not arrive here: after a few in a row, routers let nothing come from them for a while. Pure.
 
 A line that is cut between two ranks alone shows nowhere but in their transfers, and each request that is placed there
-waits for the whole time of one. A source is a run of a cache domain: one that is replaced begins anew.
+waits for the whole time of one. Both ends are runs of a cache domain: one that is replaced begins anew.
 """
 
 import itertools
@@ -15,8 +15,9 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class Attempt:
-    """A transfer that has begun."""
+    """A transfer that has begun, to a domain of ours."""
 
+    own: DomainId
     source: DomainId
     number: int
     began_at: float
@@ -28,7 +29,6 @@ class Record:
 
     misses: int = 0
     missed_at: float = NEVER
-    silent_since: float = NEVER
     silent_until: float = NEVER
     probe: Attempt | None = None
     """The transfer that is to tell whether the silence is over."""
@@ -38,7 +38,7 @@ class Record:
 
 
 class SilentSources:
-    """The sources of one instance. `misses` in a row begin `length_s` of silence.
+    """The sources of one instance's domains. `misses` in a row begin `length_s` of silence.
 
     The first transfer after it is a probe: while it is under way the source stays silent, and it alone ends the silence
     or begins the next. Whatever arrives, also from a source that was tried for want of another, ends it at once.
@@ -51,49 +51,54 @@ class SilentSources:
         self._memory_s = memory_s
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._records: dict[DomainId, Record] = {}
+        self._records: dict[tuple[DomainId, DomainId], Record] = {}
+        """By our domain and the source."""
 
-    def begins(self, source: DomainId) -> Attempt:
+    def begins(self, own: DomainId, source: DomainId) -> Attempt:
         """A transfer begins; `ends` follows, whatever became of it."""
         now = self._clock()
         self._forget(now)
-        attempt = Attempt(source, next(self._numbers), now)
-        record = self._records.get(source)
-        if record is not None and record.silent_since > NEVER and not record.is_silent(now):
+        attempt = Attempt(own, source, next(self._numbers), now)
+        record = self._records.get((own, source))
+        if record is not None and record.silent_until > NEVER and not record.is_silent(now):
             record.probe = attempt
         return attempt
 
     def arrived(self, attempt: Attempt) -> None:
         """Its bytes came: nothing is held against the source any more."""
-        self._records.pop(attempt.source, None)
+        self._records.pop((attempt.own, attempt.source), None)
 
     def missed(self, attempt: Attempt) -> bool:
         """Its bytes did not come; whether its source is silent from now on, and was not before."""
         now = self._clock()
-        record = self._records.setdefault(attempt.source, Record())
-        if attempt.began_at < record.silent_since:
-            return False  # It was under way already: it says nothing new.
+        record = self._records.setdefault((attempt.own, attempt.source), Record())
+        if attempt.began_at < record.silent_until:
+            return False  # It was under way already, or tried for want of another: it says nothing new.
         was_silent = record.is_silent(now)
         record.misses, record.missed_at = record.misses + 1, now
         if record.misses < self._misses:
             return False
-        record.silent_since, record.silent_until = now, now + self._length_s
+        record.silent_until = now + self._length_s
         return not was_silent
 
     def ends(self, attempt: Attempt) -> None:
         """A probe that neither arrived nor missed, since nobody wanted it any more, leaves that to the next."""
-        record = self._records.get(attempt.source)
+        record = self._records.get((attempt.own, attempt.source))
         if record is not None and record.probe == attempt:
             record.probe = None
 
-    def sources(self) -> list[DomainId]:
-        """Those that are silent now."""
+    def sources(self, own: DomainId) -> list[DomainId]:
+        """Those that are silent now to a domain of ours."""
+        return [source for domain, source in self.pairs() if domain == own]
+
+    def pairs(self) -> list[tuple[DomainId, DomainId]]:
+        """Our domains and what is silent to them."""
         now = self._clock()
         self._forget(now)
-        return [source for source, record in self._records.items() if record.is_silent(now)]
+        return [pair for pair, record in self._records.items() if record.is_silent(now)]
 
     def _forget(self, now: float) -> None:
-        for source, record in list(self._records.items()):
+        for pair, record in list(self._records.items()):
             latest = max(record.missed_at, record.silent_until)
             if record.probe is None and now - latest >= self._memory_s:
-                del self._records[source]
+                del self._records[pair]

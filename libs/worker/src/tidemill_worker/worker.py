@@ -73,7 +73,14 @@ class Worker:
         """Counts a transfer whose bytes did not come, though both ends could say so."""
         self.counts.undelivered_transfer()
         begins = self.silent.missed(attempt)
-        log.warning("a transfer did not arrive", source=attempt.source.instance, silence_begins=begins)
+        own, source = attempt.own, attempt.source
+        log.warning(
+            "a transfer did not arrive",
+            domain=own.domain,
+            source=source.instance,
+            source_domain=source.domain,
+            silence_begins=begins,
+        )
 
     def domain_id(self, domain: Domain) -> DomainId:
         """The domain's present run."""

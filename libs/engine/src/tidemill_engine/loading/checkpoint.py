@@ -104,10 +104,9 @@ class Checkpoint:
 
     def _check_scales(self, stored: str, scales: str) -> None:
         part = self._slice(scales)
-        if len(part.get_shape()) != 2:
-            raise CheckpointError(
-                f"tensor {scales} has shape {list(part.get_shape())}, expected a scale for each block"
-            )
+        shape = list(part.get_shape())
+        if len(shape) != 2:
+            raise CheckpointError(f"tensor {scales} has shape {shape}, expected a scale for each block")
         # NVFP4, whose scales count in a unit that is stored apart.
         if part.get_dtype() == FP8_DTYPE and not any(name in self._path_of for name in factor_names(stored)):
             names = " nor ".join(factor_names(stored))

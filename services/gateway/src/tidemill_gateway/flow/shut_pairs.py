@@ -1,4 +1,7 @@
-"""Pairs of instances between which no KV arrives, or damaged, as those who take it report: for lack of a router."""
+"""Pairs of instances between which no KV arrives, or damaged, as those who take it report: for lack of a router.
+
+By instance, not by run of a domain: it knows no more of its targets.
+"""
 
 from tidemill_gateway.flow.local_placement import Shunned
 from tidemill_mesh.load import LoadView

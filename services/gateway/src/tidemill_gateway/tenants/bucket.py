@@ -22,9 +22,13 @@ class Bucket:
         """Uses some."""
         self._level -= amount
 
-    def at_most(self, level: float) -> None:
+    def take_elsewhere(self, amount: float) -> None:
+        """Others used some. A minute's debt is the most that they leave: what is told late was used long ago."""
+        self._level = max(self._level - amount, min(self._level, -self.per_minute))
+
+    def at_most(self, level: float, now: float, share: float = 1.0) -> None:
         """Somebody who has counted for longer knows that no more is left."""
-        self._level = min(self._level, level)
+        self._level = min(self.level(now, share), level)
 
     def wait_s(self, needed: float, share: float = 1.0) -> float:
         """Seconds until so much is there, when nothing else is used."""

@@ -5,7 +5,8 @@ gateway or all of them and has the same limits, and what is used too much in bet
 While reports do not travel, each gateway keeps to its share: the limit divided by the number of gateways.
 
 Counts only grow, so that a lost report loses nothing. A gateway's first one counts in full for those that are older.
-One that is younger does not know when that was used, and takes over what is left of the limits instead.
+One that is younger, or has not heard that gateway for long, does not know when that was used, and takes over what is
+left of the limits instead.
 """
 
 import math
@@ -51,6 +52,15 @@ class _Other:
     counts: dict[str, TenantCount] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What a gateway has said so far, whatever its incarnation."""
+
+    heard_at: float
+    counts: dict[str, TenantCount] | None
+    """None: too long ago to tell when more was used."""
+
+
 class Charge:
     """Takes the tokens of one admitted request."""
 
@@ -76,8 +86,8 @@ class Budgets:
         self._others: dict[Incarnation, _Other] = {}
         self._counts_id = secrets.token_hex(8)
         self._since = clock()
-        self._known: dict[str, dict[str, TenantCount]] = {}
-        """What each gateway has said so far, by the name of its counts; the one heard last comes last."""
+        self._known: dict[str, _Known] = {}
+        """By the name of a gateway's counts; the one heard last comes last."""
 
     def weight(self, tenant: str) -> float:
         """The tenant's share relative to others'."""
@@ -125,11 +135,12 @@ class Budgets:
 
     def hear(self, gateway: Incarnation, said: TenantUse) -> None:
         """Takes what was used elsewhere since that gateway's last word out of our buckets."""
-        now = self._clock()
+        now, share = self._clock(), self._share()
         # The last release does not name its counts.
         name = said.counts_id or "/".join(gateway)
-        known = self._known.pop(name, None)
-        if known is None and said.counts_id and said.counting_s <= now - self._since:
+        heard = self._known.pop(name, None)
+        known = None if heard is None else heard.counts
+        if heard is None and said.counts_id and said.counting_s <= now - self._since:
             known = {}
         for count in said.tenants:
             limits = self._table.of(count.tenant)
@@ -138,16 +149,16 @@ class Budgets:
             use = self._use(count.tenant, limits)
             if known is None:
                 if count.HasField("requests_left"):
-                    use.requests_left.at_most(count.requests_left)
+                    use.requests_left.at_most(count.requests_left, now, share)
                 if count.HasField("tokens_left"):
-                    use.tokens_left.at_most(count.tokens_left)
+                    use.tokens_left.at_most(count.tokens_left, now, share)
                 continue
             before = known.get(count.tenant, TenantCount())
-            use.requests_left.take(max(0, count.requests - before.requests))
-            use.tokens_left.take(max(0, count.tokens - before.tokens))
+            use.requests_left.take_elsewhere(max(0, count.requests - before.requests))
+            use.tokens_left.take_elsewhere(max(0, count.tokens - before.tokens))
         counts = {count.tenant: count for count in said.tenants}
         self._others[gateway] = _Other(now, counts)
-        self._known[name] = counts
+        self._known[name] = _Known(now, counts)
         if len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]
 
@@ -157,6 +168,9 @@ class Budgets:
         for gateway, other in list(self._others.items()):
             if gateway not in known or now - other.heard_at > silent_s:
                 del self._others[gateway]
+        for heard in self._known.values():
+            if now - heard.heard_at > silent_s:
+                heard.counts = None
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 

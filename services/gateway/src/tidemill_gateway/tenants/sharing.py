@@ -61,16 +61,21 @@ class UseSharing:
                 await asyncio.sleep(INTERVAL_S)
                 quiet_s += INTERVAL_S
                 counts = self._budgets.counts()
-                members = [(r.instance, r.incarnation) for r in self._instances.records.values()]
+                records = self._instances.records.values()
+                members = [(r.instance, r.incarnation) for r in records if r.role == ROLE_GATEWAY]
                 if counts != said or members != told or quiet_s >= self._liveness_s:
                     said, told, quiet_s = list(counts), members, 0.0
-                    me = self._gateway()
-                    message = self._budgets.report()
-                    message.gateway.CopyFrom(me)
-                    self._bus.publish(use_subject(self._mesh, me.instance), message.SerializeToString())
+                    self._report()
                     self._budgets.forget(SILENT_LIVENESS * self._liveness_s, members)
         finally:
             await subscription.unsubscribe()
+
+    def _report(self) -> None:
+        if not self._bus.connected:
+            return  # What the bus kept for later would be heard as used just then.
+        me, message = self._gateway(), self._budgets.report()
+        message.gateway.CopyFrom(me)
+        self._bus.publish(use_subject(self._mesh, me.instance), message.SerializeToString())
 
     def _on_message(self, subject: str, payload: bytes) -> None:
         try:
