@@ -34,9 +34,10 @@ def liveness_s(cluster) -> float:
     return float(cluster.spec.settings["all"]["liveness_s"])
 
 
-async def test_a_frozen_decode_instance_is_left_and_may_come_back(pairs, wave):
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.full)])
+async def test_a_frozen_worker_is_left_and_may_come_back(pairs, wave, role):
     seen = Watch(pairs)
-    async with worker_fault(wave, pairs, "decode") as victim:
+    async with worker_fault(wave, pairs, role) as victim:
         pairs.kill(victim, signal.SIGSTOP)
     await seen.assert_loss_of(victim)
     pairs.kill(victim, signal.SIGCONT)
@@ -64,7 +65,6 @@ async def test_a_client_that_stood_still_goes_on_where_it_was(pairs, oracle):
 @pytest.mark.parametrize(
     ("victim", "after_tokens"),
     [
-        pytest.param("prefill-1", 1, marks=pytest.mark.full),
         pytest.param("router-1", 20, marks=pytest.mark.full),
         pytest.param("kvstore-1", 1, marks=pytest.mark.full),
         pytest.param("autoscaler-1", 100, marks=pytest.mark.full),

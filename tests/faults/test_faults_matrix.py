@@ -16,12 +16,13 @@ FROZEN_IDLE = f"{FAULTS}idle.py::test_a_process_frozen_in_idle_costs_the_next_re
 CUT_SERVER = f"{FAULTS}network.py::test_a_server_that_all_are_cut_off_from_costs_no_token"
 CUT_SERVER_IDLE = f"{FAULTS}network.py::test_a_server_cut_off_in_idle_costs_the_next_requests_nothing"
 CUT = f"{FAULTS}network.py::test_whatever_is_cut_off_until_its_lease_ends_costs_no_token"
+CUT_WORKER = f"{FAULTS}network.py::test_a_worker_that_is_cut_off_until_its_lease_ends_costs_no_token"
 CUT_RANK = f"{FAULTS}network.py::test_a_rank_that_alone_is_cut_off_costs_attempts_and_no_token"
 CUT_GATEWAY = f"{FAULTS}network.py::test_a_gateway_that_is_cut_off_is_the_end_of_its_own_streams_only"
 KILLED_WORKER = f"{FAULTS}kill.py::test_a_killed_worker_costs_an_attempt_and_no_token"
 KILLED_GATEWAY = f"{FAULTS}kill.py::test_a_killed_gateway_is_the_end_of_its_own_streams_only"
 KILLED_RANK = f"{FAULTS}kill.py::test_a_killed_rank_is_replaced_and_costs_no_token"
-FROZEN_WORKER = f"{FAULTS}freeze.py::test_a_frozen_decode_instance_is_left_and_may_come_back"
+FROZEN_WORKER = f"{FAULTS}freeze.py::test_a_frozen_worker_is_left_and_may_come_back"
 FROZEN_GATEWAY = f"{FAULTS}freeze.py::test_a_frozen_gateway_keeps_its_clients"
 FROZEN_RANK = f"{FAULTS}freeze.py::test_a_frozen_rank_is_replaced_and_costs_no_token"
 RANK_IDLE = f"{FAULTS}idle.py::test_a_rank_lost_in_idle_is_replaced"
@@ -51,7 +52,7 @@ SHOWN_BY = {
         FROZEN_WORKER,
         FROZEN,
         f"{FAULTS}network.py::test_a_decode_instance_that_is_cut_off_costs_an_attempt_and_no_token",
-        CUT,
+        CUT_WORKER,
         FROZEN_IDLE,
     ],
     "rank killed": [KILLED_RANK, RANK_IDLE],
@@ -158,7 +159,7 @@ LOAD_AND_IDLE = {
     "kill -9 of a rank": ([KILLED_RANK], [RANK_IDLE]),
     "SIGSTOP of each service, NATS, etcd": ([FROZEN, FROZEN_WORKER, FROZEN_GATEWAY], [FROZEN_IDLE]),
     "SIGSTOP of a rank": ([FROZEN_RANK], [RANK_IDLE]),
-    "network cut of each service": ([CUT, CUT_GATEWAY], [CUT, CUT_GATEWAY]),
+    "network cut of each service": ([CUT, CUT_WORKER, CUT_GATEWAY], [CUT, CUT_WORKER, CUT_GATEWAY]),
     "network cut of a rank": ([CUT_RANK], [CUT_RANK]),
     "network cut of NATS, etcd": ([CUT_SERVER], [CUT_SERVER_IDLE]),
     "lease ended, process alive": (LEASES, [LEASE_IDLE]),

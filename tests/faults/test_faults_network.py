@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from faults.seen import Watch, scrape, total
 from faults.spread import behind, rank_behind
-from faults.wave import PATIENCE_S, run_whole, until_all_are_routable, whole_again
+from faults.wave import PATIENCE_S, run_whole, until_all_are_routable, whole_again, worker_fault
 from harness.pairs import LIVENESS_S
 
 from tidemill.v1 import errors_pb2
@@ -51,22 +51,16 @@ async def until_cut_off(spread, victim) -> None:
 async def test_a_decode_instance_that_is_cut_off_costs_an_attempt_and_no_token(spread, line, wave):
     async with behind(spread, line, "decode-2"):
         seen = Watch(spread)
-        async with wave(output_tokens=300) as disturbed:
-            await disturbed.until_tokens(200)
+        async with worker_fault(wave, spread, "decode", "decode-2"):
             line.cut()
-        disturbed.check_whole()
         await seen.assert_loss_of("decode-2")
-        assert any(stream.attempts > 1 for stream in disturbed.streams), "the cut met no request"
         await run_whole(wave(streams=4, output_tokens=20))
         line.mend()
         await whole_again(spread, wave)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("victim", "after_tokens"),
-    [("decode-2", 200), ("prefill-2", 1), ("router-1", 20), ("kvstore-1", 1), ("autoscaler-1", 100)],
-)
+@pytest.mark.parametrize(("victim", "after_tokens"), [("router-1", 20), ("kvstore-1", 1), ("autoscaler-1", 100)])
 async def test_whatever_is_cut_off_until_its_lease_ends_costs_no_token(spread, line, wave, victim, after_tokens):
     async with behind(spread, line, victim):
         seen = Watch(spread)
@@ -74,18 +68,34 @@ async def test_whatever_is_cut_off_until_its_lease_ends_costs_no_token(spread, l
             await disturbed.until_tokens(after_tokens)
             line.cut()
         disturbed.check_whole()
-        await run_whole(wave(streams=4, output_tokens=20))
-        await until_cut_off(spread, victim)
-        await seen.assert_loss_of(victim)
-        line.mend()
-        await whole_again(spread, wave)
-        # Once more, while nothing runs.
-        line.cut()
-        await run_whole(wave(streams=4, output_tokens=20))
-        await until_cut_off(spread, victim)
-        await run_whole(wave(streams=4, output_tokens=20))
-        line.mend()
-        await whole_again(spread, wave)
+        await lost_and_back(spread, line, wave, victim, seen)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_worker_that_is_cut_off_until_its_lease_ends_costs_no_token(spread, line, wave, role):
+    victim = f"{role}-2"
+    async with behind(spread, line, victim):
+        seen = Watch(spread)
+        async with worker_fault(wave, spread, role, victim):
+            line.cut()
+        await lost_and_back(spread, line, wave, victim, seen)
+
+
+async def lost_and_back(spread, line, wave, victim, seen) -> None:
+    """It counts as lost while it is cut off, under load and once more in idle, and is there again afterwards."""
+    await run_whole(wave(streams=4, output_tokens=20))
+    await until_cut_off(spread, victim)
+    await seen.assert_loss_of(victim)
+    line.mend()
+    await whole_again(spread, wave)
+    # Once more, while nothing runs.
+    line.cut()
+    await run_whole(wave(streams=4, output_tokens=20))
+    await until_cut_off(spread, victim)
+    await run_whole(wave(streams=4, output_tokens=20))
+    line.mend()
+    await whole_again(spread, wave)
 
 
 async def failed_hand_over(wave) -> None:
