@@ -41,6 +41,9 @@ def test_prefill_is_loaded_by_its_first_tokens_and_decode_by_its_output_tokens()
     assert slo_load(membership_pb2.ROLE_DECODE, SAMPLE, 4.0, 0.6) == 0.5
 
 
+OWN = DomainId("d", "i", 0, "e")
+
+
 def test_a_report_tells_both_sides_and_their_targets_whatever_the_role() -> None:
     settings = WorkerSettings(slo_ttft_s=4.0, slo_tpot_s=0.6)
     worker = SimpleNamespace(
@@ -50,7 +53,8 @@ def test_a_report_tells_both_sides_and_their_targets_whatever_the_role() -> None
         draining=False,
         transfers=SimpleNamespace(measured=False),
         quarantine=SimpleNamespace(sources=lambda: ["p-1"]),
-        silent=SimpleNamespace(sources=lambda: [DomainId("p-2", "i", 0, "e")]),
+        silent=SimpleNamespace(sources=lambda own: [DomainId("p-2", "i", 0, "e")] if own == OWN else []),
+        domain_id=lambda domain: OWN,
         domain_ref=lambda domain: common_pb2.DomainRef(instance="d", domain=domain.index),
     )
     reporter = LoadReporter(worker, lambda *_: None)  # type: ignore[arg-type]
