@@ -82,17 +82,17 @@ def chunk_parts(runner: CudaModelRunner, start: int, count: int) -> LatentParts:
     return _parts(runner, lambda: launched_ms(run))
 
 
-def launched_ms(run: Callable[[], None]) -> float:
+def launched_ms(run: Callable[[], object], rounds: int = 4, warm_ups: int = 1) -> float:
     """Median time between events around launches that the host starts one by one."""
     times = []
-    for _ in range(4):
+    for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return float(median(times[1:]))
+    return float(median(times[warm_ups:]))
 
 
 def _parts(runner: CudaModelRunner, measure: Callable[[], float]) -> LatentParts:

@@ -8,13 +8,13 @@ of replayed graphs (of one launch, of two or four for MLA decode), torch's group
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 import torch
 import triton
 
 from tidemill_bench.benchmarks.gpu_engine import copy_gigabytes_per_s
+from tidemill_bench.latent_parts import launched_ms
 from tidemill_bench.options import Options
 from tidemill_bench.report import Row
 from tidemill_engine.cuda.dispatch import by_expert
@@ -205,7 +205,7 @@ def expert_row(experts: DeviceExperts, form: str, tokens: int, bandwidth: float,
     library = None
     if form == "bf16":
         matrices = experts.gate_up.values, experts.down.values
-        library = launched_ms(lambda: by_library(x, *matrices, weights, chosen))
+        library = launched_ms(lambda: by_library(x, *matrices, weights, chosen), rounds=7, warm_ups=2)
     return Row(
         metric=f"experts, {form}, {tokens} tokens",
         unit="ms",
@@ -227,19 +227,6 @@ def random_experts(shape: tuple[int, int], form: str) -> ExpertMatrices:
         values = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         matrices.append(Weight(values * shape[1] ** -0.5 if scale is None else values.to(FP8), scale))
     return ExpertMatrices(matrices * (EXPERTS // 8))
-
-
-def launched_ms(run: Callable[[], object]) -> float:
-    """Median time between events around a launch."""
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(median(times[2:]))
 
 
 @torch.inference_mode()
